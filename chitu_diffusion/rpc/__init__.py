@@ -1,0 +1,1 @@
+"""What every gRPC process does: serving, dialling."""

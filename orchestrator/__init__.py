@@ -1,0 +1,1 @@
+"""The orchestrator: accepts tasks, drives encode -> denoise -> decode, serves results."""

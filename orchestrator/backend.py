@@ -1,0 +1,151 @@
+"""The backend: components, scheduler, generator and the state they are in together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+
+from chitu_diffusion.config.schema import Config
+from chitu_diffusion.errors import ChituError, NotFoundError, PreconditionError, UnavailableError
+from chitu_diffusion.v1 import component_pb2
+from orchestrator.artifacts import ArtifactStore
+from orchestrator.components import Component, DitModel, TextEncoder, Vae
+from orchestrator.generator import Generator
+from orchestrator.runner import TaskRunner
+from orchestrator.scheduler import DiffusionScheduler
+from orchestrator.store import TaskStore
+from orchestrator.task import Task
+
+log = logging.getLogger(__name__)
+
+
+class BackendState(enum.Enum):
+    """Uninitialized -> Initialized -> Running -> Terminated."""
+
+    Uninitialized = 0
+    Initialized = 1
+    Running = 2
+    Terminated = 3
+
+
+class DiffusionBackend:
+    """Owns the components and the state machine."""
+
+    def __init__(self, config: Config) -> None:
+        services, settings = config.services, config.orchestrator
+        self.model = config.models
+        self.text_encoder = TextEncoder(services.encoder.address or services.encoder.listen)
+        self.dit = DitModel(services.dit.address or services.dit.listen)
+        self.vae = Vae(services.vae.address or services.vae.listen)
+        self.artifacts = ArtifactStore(settings.results_url)
+        self.store = TaskStore(settings.max_finished_tasks, self._on_delete)
+        self.scheduler = DiffusionScheduler()
+        self.generator = Generator(
+            self.text_encoder, self.dit, self.vae, self.artifacts, settings.slice_steps
+        )
+        self._runner = TaskRunner(
+            self.model,
+            lambda: self.attn_type,
+            self.store,
+            self.scheduler,
+            self.generator,
+            settings.max_queued_tasks,
+        )
+        self.attn_type = ""
+        """Attention back end of the DiT pool; known once it is connected."""
+        self.state = BackendState.Uninitialized
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """The model hosts."""
+        return (self.text_encoder, self.dit, self.vae)
+
+    @property
+    def runner(self) -> TaskRunner:
+        """The runner, once tasks are taken.
+
+        Raises:
+            PreconditionError: the backend is not started.
+            UnavailableError: it is shut down.
+        """
+        if self.state is BackendState.Terminated:
+            raise UnavailableError("the backend is shut down")
+        if self.state is not BackendState.Running:
+            raise PreconditionError(f"the backend is {self.state.name}: it takes no tasks yet")
+        return self._runner
+
+    async def connect(self) -> None:
+        """Wait until every model host is ready: Uninitialized -> Initialized."""
+        for component in self.components:
+            log.info("waiting for %s at %s", component.name, component.address)
+            await component.wait_ready()
+        pool = await self.dit.describe()
+        self.attn_type = pool.components[0].attn_type
+        self.state = BackendState.Initialized
+
+    def start(self) -> None:
+        """Take tasks: Initialized -> Running; no effect when running.
+
+        Raises:
+            PreconditionError: in any other state.
+        """
+        if self.state not in (BackendState.Initialized, BackendState.Running):
+            raise PreconditionError(f"a backend that is {self.state.name} cannot be started")
+        self.state = BackendState.Running
+
+    async def terminate(self, *, cancel: bool) -> None:
+        """Finish or cancel all tasks and let go of the components; no effect when terminated."""
+        if self.state is BackendState.Terminated:
+            return
+        self.state = BackendState.Terminated
+        await self._runner.stop(cancel=cancel)
+        for component in self.components:
+            await component.close()
+
+    async def describe(
+        self,
+    ) -> tuple[list[component_pb2.Component], list[component_pb2.ProcessMemory]]:
+        """Every component and every process; a host that does not answer is listed as failed."""
+        parts: list[component_pb2.Component] = []
+        memory: list[component_pb2.ProcessMemory] = []
+        answers = await asyncio.gather(
+            *(component.describe() for component in self.components), return_exceptions=True
+        )
+        for component, answer in zip(self.components, answers, strict=True):
+            if isinstance(answer, ChituError):
+                parts.append(
+                    component_pb2.Component(
+                        name=component.name,
+                        model=self.model.name,
+                        state=component_pb2.COMPONENT_STATE_FAILED,
+                        detail=str(answer),
+                    )
+                )
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                parts.extend(answer.components)
+                memory.extend(answer.memory)
+        return parts, memory
+
+    async def move(self, name: str, target: str) -> component_pb2.Component:
+        """Move a component to "cpu" or back to its "device".
+
+        Raises:
+            NotFoundError: no host has a component of that name.
+        """
+        for host in self.components:
+            if name in [part.name for part in (await host.describe()).components]:
+                return await host.move(name, target)
+        raise NotFoundError(f"no component {name!r}")
+
+    @property
+    def running_count(self) -> int:
+        """Tasks with a stage in progress."""
+        return self._runner.running_count
+
+    def _on_delete(self, task: Task) -> None:
+        with contextlib.suppress(OSError):
+            self.artifacts.delete(task.id)

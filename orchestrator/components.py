@@ -1,0 +1,194 @@
+"""Handles on the model hosts: a method here is one call there.
+
+A handle owns two channels, so that status and progress never queue behind tensors. Errors of the
+calls come out as the `ChituError` that the host raised. Ending an iteration early cancels the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import grpc
+import grpc.aio
+
+from chitu_diffusion.errors import ChituError, ComponentError, from_rpc_error
+from chitu_diffusion.rpc.channel import dial
+from chitu_diffusion.v1 import (
+    component_pb2,
+    component_pb2_grpc,
+    dit_pb2,
+    dit_pb2_grpc,
+    encoder_pb2,
+    encoder_pb2_grpc,
+    vae_pb2,
+    vae_pb2_grpc,
+)
+from chitu_diffusion.wire import Payload, TensorReceiver, tensor_parts
+
+_STATUS_TIMEOUT_S = 5.0
+
+
+class Component:
+    """A model host at an address."""
+
+    name: ClassVar[str]
+    """Section of the configuration."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._control = dial(address)
+        self._bulk = dial(address, bulk=True)
+        self._status = component_pb2_grpc.ComponentServiceStub(self._control)
+
+    async def describe(self) -> component_pb2.GetComponentsResponse:
+        """What the host holds, and its memory.
+
+        Raises:
+            UnavailableError: it does not answer.
+        """
+        with _chitu_errors():
+            return await self._status.GetComponents(
+                component_pb2.GetComponentsRequest(), timeout=_STATUS_TIMEOUT_S
+            )
+
+    async def move(self, name: str, target: str) -> component_pb2.Component:
+        """Move one of its components to "cpu" or back to its "device"."""
+        with _chitu_errors():
+            response = await self._status.MoveComponent(
+                component_pb2.MoveComponentRequest(name=name, target=target)
+            )
+        return response.component
+
+    async def wait_ready(self) -> None:
+        """Wait until every component of the host is ready.
+
+        Raises:
+            ComponentError: one has failed to load.
+        """
+        while True:
+            with contextlib.suppress(ChituError):
+                if self._is_ready(await self.describe()):
+                    return
+            await asyncio.sleep(0.1)
+
+    def _is_ready(self, response: component_pb2.GetComponentsResponse) -> bool:
+        return bool(response.components) and all(
+            c.state == component_pb2.COMPONENT_STATE_READY for c in response.components
+        )
+
+    async def close(self) -> None:
+        """Close the channels."""
+        await self._control.close(None)
+        await self._bulk.close(None)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One encoded text."""
+
+    info: encoder_pb2.EncodedPrompt
+    embeds: Payload
+    """(length, text_dim), the true rows only."""
+
+
+class TextEncoder(Component):
+    """Prompts to embeddings."""
+
+    name = "encoder"
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self._stub = encoder_pb2_grpc.EncoderServiceStub(self._bulk)
+
+    async def encode(self, texts: Iterable[str]) -> tuple[list[Encoded], component_pb2.StageReport]:
+        """Encode texts, in order."""
+        request = encoder_pb2.EncodeRequest(
+            inputs=[encoder_pb2.TextInput(text=text) for text in texts]
+        )
+        infos: list[encoder_pb2.EncodedPrompt] = []
+        embeds: list[Payload] = []
+        report = component_pb2.StageReport()
+        receiver = TensorReceiver()
+        async for response in _responses(self._stub.Encode(request)):
+            kind = response.WhichOneof("response")
+            if kind == "prompt":
+                infos.append(response.prompt)
+            elif kind == "tensor":
+                payload = receiver.feed(response.tensor)
+                if payload is not None:
+                    embeds.append(payload)
+            elif kind == "report":
+                report = response.report
+        if not len(infos) == len(embeds) == len(request.inputs):
+            raise ComponentError(
+                f"encoder answered {len(infos)} prompts and {len(embeds)} tensors "
+                f"for {len(request.inputs)} texts"
+            )
+        return [Encoded(i, e) for i, e in zip(infos, embeds, strict=True)], report
+
+
+class DitModel(Component):
+    """Embeddings and noise to latents."""
+
+    name = "dit"
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self._stub = dit_pb2_grpc.DitServiceStub(self._bulk)
+
+    def denoise(
+        self, start: dit_pb2.DenoiseStart, tensors: Iterable[Payload]
+    ) -> AsyncGenerator[dit_pb2.DenoiseResponse, None]:
+        """Run a slice; the pool's messages as they come."""
+
+        def requests() -> Iterator[dit_pb2.DenoiseRequest]:
+            yield dit_pb2.DenoiseRequest(start=start)
+            for payload in tensors:
+                for part in tensor_parts(payload.name, payload):
+                    yield dit_pb2.DenoiseRequest(tensor=part)
+
+        return _responses(self._stub.Denoise(requests()))
+
+
+class Vae(Component):
+    """Latents to video."""
+
+    name = "vae"
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self._stub = vae_pb2_grpc.VaeServiceStub(self._bulk)
+
+    def decode(
+        self, start: vae_pb2.DecodeStart, latents: Payload
+    ) -> AsyncGenerator[vae_pb2.DecodeResponse, None]:
+        """Decode latents; the service's messages as they come."""
+
+        def requests() -> Iterator[vae_pb2.DecodeRequest]:
+            yield vae_pb2.DecodeRequest(start=start)
+            for part in tensor_parts("latents", latents):
+                yield vae_pb2.DecodeRequest(tensor=part)
+
+        return _responses(self._stub.Decode(requests()))
+
+
+async def _responses(call: Any) -> AsyncGenerator[Any, None]:
+    # An abandoned call is never collected and keeps its server busy: cancel it in any case.
+    try:
+        with _chitu_errors():
+            async for response in call:
+                yield response
+    finally:
+        call.cancel()
+
+
+@contextlib.contextmanager
+def _chitu_errors() -> Iterator[None]:
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error

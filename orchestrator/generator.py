@@ -1,0 +1,228 @@
+"""One step of a task: a stage, or a slice of its denoise steps."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import AsyncIterator
+
+from chitu_diffusion import __version__
+from chitu_diffusion.errors import ComponentError, DataLossError
+from chitu_diffusion.v1 import component_pb2, dit_pb2, vae_pb2
+from chitu_diffusion.v1 import generation_pb2 as pb
+from chitu_diffusion.wire import Payload, TensorReceiver
+from orchestrator.artifacts import ArtifactStore
+from orchestrator.components import DitModel, Encoded, TextEncoder, Vae
+from orchestrator.task import DECODE, DENOISE, ENCODE, Task
+
+
+class Generator:
+    """Moves tasks on through the components."""
+
+    def __init__(
+        self,
+        encoder: TextEncoder,
+        dit: DitModel,
+        vae: Vae,
+        artifacts: ArtifactStore,
+        slice_steps: int = 0,
+    ) -> None:
+        """`slice_steps`: denoise steps in a slice, 0 = all of the task."""
+        self._encoder, self._dit, self._vae = encoder, dit, vae
+        self._artifacts = artifacts
+        self._slice_steps = slice_steps
+
+    async def generate_step(self, task: Task) -> None:
+        """Run the task's stage, or its next slice, and set the stage that follows.
+
+        Raises:
+            ChituError: the stage failed; the task is as before it.
+        """
+        task.start()
+        if task.stage == ENCODE:
+            await self._encode(task)
+        elif task.stage == DENOISE:
+            await self._denoise(task)
+        else:
+            await self._decode(task)
+
+    async def _encode(self, task: Task) -> None:
+        task.emit(encoding=pb.Encoding())
+        began = time.monotonic()
+        texts = [task.params.prompt]
+        if _uses_guidance(task.params):
+            texts.append(task.params.negative_prompt)
+        encoded, report = await self._encoder.encode(texts)
+        task.report.prompt.CopyFrom(_prompt_report(encoded[0]))
+        task.work.prompt_embeds = encoded[0].embeds
+        if len(encoded) > 1:
+            task.report.negative_prompt.CopyFrom(_prompt_report(encoded[1]))
+            task.work.negative_prompt_embeds = encoded[1].embeds
+        for item, name in zip(encoded, ("prompt", "negative_prompt"), strict=False):
+            if item.info.truncated:
+                task.report.warnings.append(
+                    f"{name} has {item.info.token_count} tokens: only the first "
+                    f"{item.info.length} were used"
+                )
+        _add_timing(task, ENCODE, time.monotonic() - began, report)
+        task.stage = DENOISE
+
+    async def _denoise(self, task: Task) -> None:
+        start = self._slice(task)
+        if start.first_step == 0:
+            task.emit(denoising=pb.Denoising(step=0, of=start.params.num_inference_steps))
+        began = time.monotonic()
+        receiver = TensorReceiver()
+        latents: Payload | None = None
+        done: dit_pb2.DenoiseDone | None = None
+        tensors = [
+            Payload(name, embeds.data_type, embeds.shape, embeds.data)
+            for name, embeds in (
+                ("prompt_embeds", task.work.prompt_embeds),
+                ("negative_prompt_embeds", task.work.negative_prompt_embeds),
+            )
+            if embeds is not None
+        ]
+        async with contextlib.aclosing(self._dit.denoise(start, tensors)) as responses:
+            async for response in responses:
+                kind = response.WhichOneof("response")
+                if kind == "step":
+                    _on_step(task, response.step, time.monotonic() - began, start.first_step)
+                elif kind == "tensor":
+                    latents = receiver.feed(response.tensor) or latents
+                elif kind == "done":
+                    done = response.done
+        if done is None or (start.return_latents and latents is None):
+            raise ComponentError("the DiT pool ended a slice without its result")
+        task.work.next_step = done.next_step
+        task.work.latents = latents
+        task.params.attn_type = task.report.params.attn_type = done.attn_type
+        _add_timing(task, DENOISE, time.monotonic() - began, done.report)
+        if start.return_latents:
+            task.stage = DECODE
+
+    def _slice(self, task: Task) -> dit_pb2.DenoiseStart:
+        params = _denoise_params(task.params)
+        first, steps = task.work.next_step, params.num_inference_steps
+        end = min(first + self._slice_steps, steps) if self._slice_steps else steps
+        return dit_pb2.DenoiseStart(
+            task_id=task.id,
+            attempt=task.attempt,
+            params=params,
+            first_step=first,
+            end_step=end,
+            source=dit_pb2.LATENT_SOURCE_HELD if first else dit_pb2.LATENT_SOURCE_NOISE,
+            keep_state=end < steps,
+            return_latents=end == steps,
+        )
+
+    async def _decode(self, task: Task) -> None:
+        if task.work.latents is None:
+            raise ComponentError("there are no latents to decode")
+        began = time.monotonic()
+        start = vae_pb2.DecodeStart(
+            task_id=task.id,
+            output_format=task.params.output_format,
+            fps=task.params.fps,
+            metadata=_metadata(task.params),
+        )
+        done: vae_pb2.DecodeDone | None = None
+        async with (
+            contextlib.aclosing(self._vae.decode(start, task.work.latents)) as responses,
+            self._artifacts.writer(task.id) as writer,
+        ):
+            async for response in _progress_only(task, responses):
+                if response.HasField("chunk"):
+                    await writer.write(response.chunk.data)
+                elif response.HasField("done"):
+                    done = response.done
+            if done is None:
+                raise ComponentError("the VAE ended without its result")
+            if (writer.size, writer.sha256) != (done.video.byte_size, done.video.sha256):
+                raise DataLossError("the video file was damaged between the VAE and here")
+        _add_timing(task, DECODE, time.monotonic() - began, done.report)
+        task.finish(done.video)
+
+
+async def _progress_only(
+    task: Task, responses: AsyncIterator[vae_pb2.DecodeResponse]
+) -> AsyncIterator[vae_pb2.DecodeResponse]:
+    """Turn progress into events, pass the rest on."""
+    async for response in responses:
+        if response.HasField("progress"):
+            progress = response.progress
+            task.emit(decoding=pb.Decoding(frame=progress.frame, of=progress.of))
+        elif response.HasField("muxing"):
+            task.emit(muxing=pb.Muxing())
+        else:
+            yield response
+
+
+def _on_step(task: Task, step: dit_pb2.StepReport, elapsed: float, first_step: int) -> None:
+    task.report.steps.append(step)
+    done = step.step + 1
+    rate = elapsed / (done - first_step)
+    task.emit(
+        denoising=pb.Denoising(
+            step=done,
+            of=step.of,
+            sigma=step.sigma,
+            expert=step.expert,
+            reused=step.reused,
+            eta_s=rate * (step.of - done),
+        )
+    )
+
+
+def _uses_guidance(params: pb.GenerationParams) -> bool:
+    """Whether any step runs the negative branch."""
+    return max(params.guidance_scale, params.guidance_scale_high) > 1
+
+
+def _denoise_params(params: pb.GenerationParams) -> dit_pb2.DenoiseParams:
+    message = dit_pb2.DenoiseParams(
+        num_frames=params.num_frames,
+        height=params.height,
+        width=params.width,
+        num_inference_steps=params.num_inference_steps,
+        guidance_scale=params.guidance_scale,
+        flow_shift=params.flow_shift,
+        solver=params.solver,
+        seed=params.seed,
+    )
+    if params.HasField("boundary_ratio"):
+        message.boundary_ratio = params.boundary_ratio
+        message.guidance_scale_high = params.guidance_scale_high
+    return message
+
+
+def _metadata(params: pb.GenerationParams) -> dict[str, str]:
+    """For the file. The prompt itself stays out: a hash lets its owner recognise it."""
+    return {
+        "model": params.model,
+        "seed": str(params.seed),
+        "prompt_sha256": hashlib.sha256(params.prompt.encode()).hexdigest(),
+        "version": __version__,
+    }
+
+
+def _prompt_report(encoded: Encoded) -> pb.PromptReport:
+    info = encoded.info
+    return pb.PromptReport(
+        token_count=info.token_count, truncated=info.truncated, cached=info.cached
+    )
+
+
+def _add_timing(
+    task: Task, stage: pb.Stage.ValueType, seconds: float, service: component_pb2.StageReport
+) -> None:
+    """Record a stage; the slices of a denoise add up."""
+    timing = next((t for t in task.report.stages if t.stage == stage), None)
+    if timing is None:
+        task.report.stages.append(pb.StageTiming(stage=stage, seconds=seconds, service=service))
+        return
+    timing.seconds += seconds
+    service.seconds += timing.service.seconds
+    service.waited_seconds += timing.service.waited_seconds
+    timing.service.CopyFrom(service)
