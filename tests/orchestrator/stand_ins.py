@@ -1,4 +1,4 @@
-"""Model hosts without models: real servicers on real sockets, with timed work and faults on order."""
+"""Model hosts without models: real servicers on real sockets, with timed work and faults."""
 
 import asyncio
 import hashlib
@@ -16,7 +16,7 @@ from chitu_diffusion.v1 import (
     vae_pb2,
     vae_pb2_grpc,
 )
-from chitu_diffusion.wire import Payload, TensorReceiver, tensor_parts
+from chitu_diffusion.wire import CHUNK_BYTES, Payload, TensorReceiver, tensor_parts
 
 FLOAT32 = 8  # DATA_TYPE_FLOAT32
 
@@ -43,6 +43,12 @@ class Script:
     """"encode+", "encode-", "denoise+ SEED", "step SEED", ..., in order."""
     slices: list[dit_pb2.DenoiseStart] = field(default_factory=list)
     damage_video: bool = False
+    embeds: Payload = field(default_factory=lambda: Payload("", FLOAT32, (1,), bytes(4)))
+    """What the encoder answers for each text."""
+    latents: Payload | None = None
+    """What the DiT answers, instead of `latents_of(seed)`."""
+    received: dict[str, Payload] = field(default_factory=dict)
+    """Newest tensor of each name that DiT and VAE were sent."""
 
 
 class _Components(component_pb2_grpc.ComponentServiceServicer):
@@ -96,7 +102,7 @@ class StandInEncoder(StandIn, encoder_pb2_grpc.EncoderServiceServicer):
                     index=index, token_count=600, length=1, truncated=True
                 )
             )
-            for part in tensor_parts("prompt_embeds", Payload("", FLOAT32, (1,), bytes(4))):
+            for part in tensor_parts("prompt_embeds", self.script.embeds):
                 yield encoder_pb2.EncodeResponse(tensor=part)
             self.script.log.append(f"text {text}")
         yield encoder_pb2.EncodeResponse(report=component_pb2.StageReport(seconds=0.5))
@@ -117,7 +123,9 @@ class StandInDit(StandIn, dit_pb2_grpc.DitServiceServicer):
                 start = request.start
             else:
                 payload = receiver.feed(request.tensor)
-                names += [payload.name] if payload else []
+                if payload is not None:
+                    names.append(payload.name)
+                    self.script.received[payload.name] = payload
         self.script.slices.append(start)
         seed = start.params.seed
         self.script.log.append(f"denoise+ {seed} {'/'.join(names)}")
@@ -130,7 +138,7 @@ class StandInDit(StandIn, dit_pb2_grpc.DitServiceServicer):
                 step=dit_pb2.StepReport(step=step, of=start.params.num_inference_steps)
             )
         if start.return_latents:
-            for part in tensor_parts("latents", latents_of(seed)):
+            for part in tensor_parts("latents", self.script.latents or latents_of(seed)):
                 yield dit_pb2.DenoiseResponse(tensor=part)
         self.script.log.append(f"denoise- {seed}")
         yield dit_pb2.DenoiseResponse(
@@ -154,12 +162,15 @@ class StandInVae(StandIn, vae_pb2_grpc.VaeServiceServicer):
         async for request in request_iterator:
             if request.HasField("tensor"):
                 latents = receiver.feed(request.tensor) or latents
+        self.script.received["latents"] = latents
         self.script.log.append("decode+")
         yield vae_pb2.DecodeResponse(progress=vae_pb2.DecodeProgress(frame=1, of=1))
         await asyncio.sleep(self.script.decode_s)
         yield vae_pb2.DecodeResponse(muxing=vae_pb2.MuxProgress())
         data = video_of(bytes(latents.data))
-        yield vae_pb2.DecodeResponse(chunk=vae_pb2.FileChunk(offset=0, data=data))
+        for offset in range(0, len(data), CHUNK_BYTES):
+            chunk = vae_pb2.FileChunk(offset=offset, data=data[offset : offset + CHUNK_BYTES])
+            yield vae_pb2.DecodeResponse(chunk=chunk)
         digest = hashlib.sha256(b"?" if self.script.damage_video else data).hexdigest()
         self.script.log.append("decode-")
         yield vae_pb2.DecodeResponse(

@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import pytest
@@ -48,7 +47,7 @@ def test_loading_writes_nothing_and_stays_in_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config.load()
     assert Path.cwd() == tmp_path
-    assert os.listdir(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_shipped_model_is_found_from_anywhere(tmp_path, monkeypatch):

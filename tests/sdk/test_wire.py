@@ -149,16 +149,17 @@ def end(data: bytes) -> tensor_pb2.TensorPart:
 )
 def test_a_broken_stream_is_refused(parts, message):
     receiver = TensorReceiver()
+    for part in parts[:-1]:
+        receiver.feed(part)
     with pytest.raises(InvalidRequestError, match=message):
-        for part in parts:
-            receiver.feed(part)
+        receiver.feed(parts[-1])
 
 
 def test_a_damaged_byte_is_noticed():
     receiver = TensorReceiver()
     receiver.feed(header())
     receiver.feed(chunk(0, b"12345678"))
-    with pytest.raises(DataLossError, match="'x'.*does not match"):
+    with pytest.raises(DataLossError, match=r"'x'.*does not match"):
         receiver.feed(end(b"12345679"))
 
 
