@@ -1,0 +1,1 @@
+"""What the three model hosts share: reading checkpoints, choosing a device, counting memory."""

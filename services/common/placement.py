@@ -1,0 +1,58 @@
+"""Where a model runs and in which type: names from the configuration to torch's objects."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from chitu_diffusion.errors import ConfigError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def resolve_device(name: str, key: str = "infer.device") -> torch.device:
+    """Find the device that a configuration names; `auto` is the first CUDA device if there is one.
+
+    Args:
+        name: "auto", "cpu", "cuda" (the first device) or "cuda:N".
+        key: where the name was read, for messages.
+
+    Raises:
+        ConfigError: the name is none of these, or this host has no such device.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda", 0) if count else torch.device("cpu")
+    match = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if match is None:
+        raise ConfigError(f"{key}={name!r}: must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    index = int(match[1] or 0)
+    if index >= count:
+        raise ConfigError(f"{key}={name!r}: this host has {count} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def resolve_dtype(name: str, device: torch.device, key: str = "infer.dtype") -> torch.dtype:
+    """Find the type that a configuration names; `auto` is bfloat16 on CUDA, float32 on the CPU.
+
+    Args:
+        name: "auto", "float32" or "bfloat16".
+        device: where the model will run.
+        key: where the name was read, for messages.
+
+    Raises:
+        ConfigError: the name is none of these.
+    """
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in _DTYPES:
+        raise ConfigError(f"{key}={name!r}: must be one of 'auto', {', '.join(map(repr, _DTYPES))}")
+    return _DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a type as configurations and reports do, e.g. "bfloat16"."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,50 @@
+"""Kernels for self-attention, behind one signature, and the choice between them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from chitu_diffusion.errors import ConfigError
+from services.dit.attention import flash_attn, sdpa
+
+
+class Attention(Protocol):
+    """Exact or approximate softmax(q k^T / sqrt(D)) v over the whole sequence, not causal."""
+
+    @property
+    def name(self) -> str:
+        """Name in configurations and reports, e.g. "sdpa"."""
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attend: q, k, v and the result are (B, S, H, D) in the compute dtype."""
+
+
+def select(
+    attn_type: str, device: torch.device, dtype: torch.dtype, head_dim: int, key: str = "attn_type"
+) -> Attention:
+    """Make the kernel that a configuration or a request names.
+
+    `auto` takes the fastest exact kernel that can run here; the result's `name` says which.
+
+    Args:
+        attn_type: "auto", "sdpa" or "flash_attn".
+        device: where q, k and v will be.
+        dtype: their type.
+        head_dim: their D.
+        key: where the name was read, for messages.
+
+    Raises:
+        ConfigError: the kernel is unknown or cannot run here; says why.
+    """
+    if attn_type == "sdpa":
+        return sdpa.Sdpa()
+    if attn_type not in ("auto", "flash_attn"):
+        raise ConfigError(f"{key}={attn_type!r}: must be one of 'auto', 'sdpa', 'flash_attn'")
+    obstacle = flash_attn.obstacle(device, dtype, head_dim)
+    if obstacle is None:
+        return flash_attn.FlashAttention()
+    if attn_type == "auto":
+        return sdpa.Sdpa()
+    raise ConfigError(f"{key}='flash_attn': {obstacle}")

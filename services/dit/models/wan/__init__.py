@@ -1,0 +1,1 @@
+"""The Wan family: Wan2.1 and Wan2.2 text-to-video."""

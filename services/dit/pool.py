@@ -1,0 +1,259 @@
+"""The front of the DiT pool: takes slices, gives back streams of events.
+
+`Pool` is what the servicer needs; `LocalPool` is a pool of one rank in this process, whose model
+runs on a thread of its own, so the event loop always answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from chitu_diffusion.config.schema import Config
+from chitu_diffusion.errors import (
+    AbortedError,
+    CancelledTaskError,
+    ChituError,
+    ComponentError,
+    UnavailableError,
+)
+from chitu_diffusion.v1 import component_pb2
+from services.common.memory import process_memory
+from services.common.placement import dtype_name
+from services.dit.denoiser import Checkpoint
+from services.dit.rank import Event, Rank, Slice
+
+_MAX_KNOWN_TASKS = 10_000
+
+
+class SliceStream:
+    """Events of one slice, from the thread that runs it to the event loop that reads them.
+
+    Holds at most one checkpoint: a newer one takes the place of one that nobody has read yet.
+    """
+
+    def __init__(self, job: Slice) -> None:
+        self.job = job
+        self.submitted = time.perf_counter()
+        self.started: float | None = None
+        """When its turn came."""
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[Event] = deque()
+        self._arrived = asyncio.Event()
+        self._ended = False
+        self._error: ChituError | None = None
+        self._stop = threading.Event()
+        self._stop_error: ChituError | None = None
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long it waited for its turn."""
+        return (self.started or time.perf_counter()) - self.submitted
+
+    def cancel(self, error: ChituError | None = None) -> None:
+        """End the slice at the next step boundary; a reader gets `error`, or CancelledTaskError."""
+        if not self._stop.is_set():
+            self._stop_error = error
+            self._stop.set()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it shall end."""
+        return self._stop.is_set()
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        """Yield events until the slice has ended; raises the error that ended it."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._events:
+                yield self._events.popleft()
+            if self._ended:
+                if self._error is not None:
+                    raise self._error
+                return
+
+    def put(self, event: Event) -> None:
+        """Add an event; called by the thread that runs the slice."""
+        self._loop.call_soon_threadsafe(self._put, event)
+
+    def end(self, error: ChituError | None) -> None:
+        """Close the stream; called by the thread that runs the slice."""
+        if isinstance(error, CancelledTaskError) and self._stop_error is not None:
+            error = self._stop_error
+        self._loop.call_soon_threadsafe(self._end, error)
+
+    def _put(self, event: Event) -> None:
+        if isinstance(event, Checkpoint):
+            unread = [old for old in self._events if not isinstance(old, Checkpoint)]
+            self._events = deque(unread)
+        self._events.append(event)
+        self._arrived.set()
+
+    def _end(self, error: ChituError | None) -> None:
+        self._ended, self._error = True, error
+        self._arrived.set()
+
+
+class Pool(Protocol):
+    """Ranks that run slices."""
+
+    async def load(self) -> None:
+        """Bring the ranks up with their weights."""
+
+    def check(self) -> None:
+        """Raise `UnavailableError` unless slices are taken."""
+
+    def check_attention(self, attn_type: str) -> None:
+        """Raise `ConfigError` unless the ranks can run this kernel."""
+
+    def submit(self, job: Slice) -> SliceStream:
+        """Queue a slice. Slices of one rank run one at a time, first come, first served.
+
+        Raises:
+            AbortedError: a newer attempt of the task is known.
+            UnavailableError: the pool is loading or shutting down.
+        """
+
+    def components(self) -> list[component_pb2.Component]:
+        """Describe the transformers and where they are."""
+
+    def memory(self) -> list[component_pb2.ProcessMemory]:
+        """Count the memory of each process."""
+
+    def drain(self) -> None:
+        """Take no more slices."""
+
+    async def close(self) -> None:
+        """End what runs at its next step boundary and free everything."""
+
+
+class LocalPool:
+    """One rank in this process."""
+
+    def __init__(self, config: Config) -> None:
+        """Resolve the placement.
+
+        Raises:
+            ConfigError: the device, type or attention kernel cannot be had.
+        """
+        self.rank = Rank(config)
+        self._config = config
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dit-rank")
+        self._state = component_pb2.COMPONENT_STATE_LOADING
+        self._failure = ""
+        self._attempts: OrderedDict[str, int] = OrderedDict()
+        self._active: set[SliceStream] = set()
+
+    async def load(self) -> None:
+        """Read the weights on the rank's thread."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._thread, self.rank.load)
+        except ChituError as error:
+            self._state, self._failure = component_pb2.COMPONENT_STATE_FAILED, str(error)
+            raise
+        if self._state == component_pb2.COMPONENT_STATE_LOADING:  # else drained meanwhile
+            self._state = component_pb2.COMPONENT_STATE_READY
+
+    def check(self) -> None:
+        """Raise `UnavailableError` unless slices are taken."""
+        if self._state == component_pb2.COMPONENT_STATE_LOADING:
+            raise UnavailableError("weights are loading")
+        if self._state == component_pb2.COMPONENT_STATE_DRAINING:
+            raise UnavailableError("the pool is shutting down")
+        if self._state == component_pb2.COMPONENT_STATE_FAILED:
+            raise UnavailableError(f"weights could not be loaded: {self._failure}")
+
+    def check_attention(self, attn_type: str) -> None:
+        """Raise `ConfigError` unless the rank can run this kernel."""
+        self.rank.select_attention(attn_type, "params.attn_type")
+
+    def submit(self, job: Slice) -> SliceStream:
+        """Queue a slice behind the others."""
+        self.check()
+        self._take_attempt(job)
+        stream = SliceStream(job)
+        self._active.add(stream)
+        future = self._thread.submit(self._work, stream)
+        loop = asyncio.get_running_loop()
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._active.discard, stream))
+        return stream
+
+    def _take_attempt(self, job: Slice) -> None:
+        """Refuse an older attempt; end the slices that a newer one replaces."""
+        newest = self._attempts.get(job.task_id, job.attempt)
+        if job.attempt < newest:
+            raise AbortedError(f"task {job.task_id!r}: attempt {job.attempt} is behind {newest}")
+        self._attempts[job.task_id] = job.attempt
+        self._attempts.move_to_end(job.task_id)
+        if len(self._attempts) > _MAX_KNOWN_TASKS:
+            self._attempts.popitem(last=False)
+        for stream in self._active:
+            if stream.job.task_id == job.task_id and stream.job.attempt < job.attempt:
+                stream.cancel(AbortedError(f"attempt {job.attempt} has taken over"))
+
+    def _work(self, stream: SliceStream) -> None:
+        """Run a slice; on the rank's thread."""
+        stream.started = time.perf_counter()
+        error: ChituError | None = None
+        try:
+            if stream.cancelled:
+                raise CancelledTaskError("cancelled before its turn")
+            for event in self.rank.run(stream.job, lambda: stream.cancelled):
+                stream.put(event)
+        except ChituError as raised:
+            error = raised
+        except BaseException as raised:
+            error = ComponentError(f"{type(raised).__name__}: {raised}")
+            raise
+        finally:
+            stream.end(error)
+
+    def components(self) -> list[component_pb2.Component]:
+        """Describe the transformers; counts are 0 until their weights are here."""
+        names = ["transformer"]
+        if self._config.models.boundary_ratio is not None:
+            names.append("transformer_2")
+        return [self._component(position, name) for position, name in enumerate(names)]
+
+    def _component(self, position: int, name: str) -> component_pb2.Component:
+        parameters = [
+            parameter
+            for model in self.rank.experts[position : position + 1]
+            for parameter in model.parameters()
+        ]
+        return component_pb2.Component(
+            name=name,
+            model=self._config.models.name,
+            state=self._state,
+            device=str(self.rank.device),
+            dtype=dtype_name(self.rank.dtype),
+            parameter_count=sum(parameter.numel() for parameter in parameters),
+            weight_bytes=sum(parameter.nbytes for parameter in parameters),
+            attn_type=self.rank.attention.name,
+            detail=self._failure,
+        )
+
+    def memory(self) -> list[component_pb2.ProcessMemory]:
+        """Count this process's memory."""
+        return [process_memory("dit rank 0", self.rank.device)]
+
+    def drain(self) -> None:
+        """Take no more slices."""
+        if self._state != component_pb2.COMPONENT_STATE_FAILED:
+            self._state = component_pb2.COMPONENT_STATE_DRAINING
+
+    async def close(self) -> None:
+        """End what runs at its next step boundary and free everything."""
+        self.drain()
+        for stream in self._active:
+            stream.cancel(UnavailableError("the pool is shutting down"))
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, self.rank.release)
+        await asyncio.to_thread(self._thread.shutdown)

@@ -1,0 +1,288 @@
+"""The door of the DiT service: what a request must be, checked before any work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from chitu_diffusion.config.schema import ModelConfig
+from chitu_diffusion.errors import InvalidRequestError, PreconditionError, Violation
+from chitu_diffusion.v1 import dit_pb2
+from chitu_diffusion.wire import Payload
+from services.dit.denoiser import (
+    LATENT_STRIDE,
+    Checkpoint,
+    DenoiseParams,
+    Plan,
+    make_plan,
+)
+from services.dit.guidance import uses_negative
+from services.dit.rank import Slice, Source
+from services.dit.solvers import SOLVERS, SolverState
+
+ATTN_TYPES = ("sdpa", "flash_attn")
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_SOURCES = {
+    dit_pb2.LATENT_SOURCE_NOISE: Source.NOISE,
+    dit_pb2.LATENT_SOURCE_HELD: Source.HELD,
+    dit_pb2.LATENT_SOURCE_CHECKPOINT: Source.CHECKPOINT,
+}
+
+
+def parse_params(params: dit_pb2.DenoiseParams, model: ModelConfig) -> DenoiseParams:
+    """Check the parameters against their ranges and the model.
+
+    Raises:
+        InvalidRequestError: names every field that breaks a rule.
+        PreconditionError: feature reuse is asked for.
+    """
+    _refuse([*_shape_problems(params, model), *_sampling_problems(params, model)])
+    if params.HasField("flexcache"):
+        raise PreconditionError(
+            f"params.flexcache: this pool was started without feature reuse "
+            f"(strategy {params.flexcache.strategy!r})"
+        )
+    two = model.boundary_ratio is not None
+    return DenoiseParams(
+        num_frames=params.num_frames,
+        height=params.height,
+        width=params.width,
+        num_inference_steps=params.num_inference_steps,
+        guidance_scale=params.guidance_scale,
+        flow_shift=params.flow_shift,
+        solver=params.solver,
+        seed=params.seed,
+        guidance_scale_high=params.guidance_scale_high if two else None,
+        boundary_ratio=params.boundary_ratio if two else None,
+    )
+
+
+def _shape_problems(params: dit_pb2.DenoiseParams, model: ModelConfig) -> Iterator[Violation]:
+    limits, frames, patch = model.limits, params.num_frames, model.transformer.patch_size
+    if frames < 1 or (frames - 1) % LATENT_STRIDE[0]:
+        yield Violation("params.num_frames", f"{frames}: must be 4n + 1, at least 1")
+    elif frames > limits.max_num_frames:
+        yield Violation("params.num_frames", f"{frames}: at most {limits.max_num_frames}")
+    for axis, name in ((1, "height"), (2, "width")):
+        size, unit = getattr(params, name), LATENT_STRIDE[axis] * patch[axis]
+        if size < unit or size % unit:
+            yield Violation(
+                f"params.{name}", f"{size}: must be a multiple of {unit}, at least {unit}"
+            )
+    pixels = params.height * params.width
+    if pixels > limits.max_pixels:
+        yield Violation("params.height", f"height x width = {pixels}: at most {limits.max_pixels}")
+    elif pixels * frames > limits.max_pixel_frames:
+        yield Violation(
+            "params.num_frames",
+            f"height x width x num_frames = {pixels * frames}: at most {limits.max_pixel_frames}",
+        )
+
+
+def _sampling_problems(params: dit_pb2.DenoiseParams, model: ModelConfig) -> Iterator[Violation]:
+    steps = params.num_inference_steps
+    if not 1 <= steps <= 1000:
+        yield Violation("params.num_inference_steps", f"{steps}: must be 1 to 1000")
+    if params.solver not in SOLVERS:
+        yield Violation("params.solver", f"{params.solver!r}: must be one of {_listed(SOLVERS)}")
+    if not (math.isfinite(params.flow_shift) and params.flow_shift > 0):
+        yield Violation("params.flow_shift", f"{params.flow_shift}: must be > 0 and finite")
+    if params.attn_type and params.attn_type not in ATTN_TYPES:
+        yield Violation(
+            "params.attn_type", f"{params.attn_type!r}: must be one of {_listed(ATTN_TYPES)}"
+        )
+    yield from _guidance_problems("guidance_scale", params.guidance_scale)
+    two = model.boundary_ratio is not None
+    for name in ("guidance_scale_high", "boundary_ratio"):
+        if params.HasField(name) != two:
+            rule = (
+                "must be set: the model has two experts"
+                if two
+                else ("must not be set: the model has one expert")
+            )
+            yield Violation(f"params.{name}", rule)
+    if params.HasField("guidance_scale_high"):
+        yield from _guidance_problems("guidance_scale_high", params.guidance_scale_high)
+    if params.HasField("boundary_ratio") and not 0 <= params.boundary_ratio <= 1:
+        yield Violation("params.boundary_ratio", f"{params.boundary_ratio}: must be 0 to 1")
+
+
+def _guidance_problems(name: str, scale: float) -> Iterator[Violation]:
+    if not (math.isfinite(scale) and scale >= 0):
+        yield Violation(f"params.{name}", f"{scale}: must be >= 0 and finite")
+
+
+def parse_start(start: dit_pb2.DenoiseStart, model: ModelConfig) -> Plan:
+    """Check all of a slice's opening message, and plan its task.
+
+    Raises:
+        InvalidRequestError: names every field that breaks a rule.
+        PreconditionError: it asks for a layout, ranks or previews that this pool does not have.
+    """
+    plan = make_plan(parse_params(start.params, model))
+    _refuse([*_range_problems(start), *_source_problems(start)])
+    layout = start.layout
+    degrees = (layout.cfg_size, layout.ulysses_degree, layout.ring_degree)
+    if start.HasField("layout") and degrees != (1, 1, 1):
+        raise PreconditionError(
+            f"layout: cfg {degrees[0]} x ulysses {degrees[1]} x ring {degrees[2]} was asked for, "
+            f"this pool has one rank"
+        )
+    if list(start.ranks) not in ([], [0]):
+        raise PreconditionError(f"ranks: {list(start.ranks)} were asked for, this pool has rank 0")
+    if start.preview_interval:
+        raise PreconditionError("preview_interval: this pool makes no previews")
+    return plan
+
+
+def _range_problems(start: dit_pb2.DenoiseStart) -> Iterator[Violation]:
+    steps = start.params.num_inference_steps
+    if not start.task_id:
+        yield Violation("task_id", "must not be empty")
+    if not 0 <= start.first_step < steps:
+        yield Violation("first_step", f"{start.first_step}: must be 0 to {steps - 1}")
+    if not start.first_step < start.end_step <= steps:
+        yield Violation("end_step", f"{start.end_step}: must be {start.first_step + 1} to {steps}")
+    if not (math.isfinite(start.checkpoint_interval_s) and start.checkpoint_interval_s >= 0):
+        yield Violation(
+            "checkpoint_interval_s", f"{start.checkpoint_interval_s}: must be >= 0 and finite"
+        )
+    if start.preview_interval < 0:
+        yield Violation("preview_interval", f"{start.preview_interval}: must be >= 0")
+    if start.HasField("layout"):
+        for name in ("cfg_size", "ulysses_degree", "ring_degree"):
+            if getattr(start.layout, name) < 1:
+                yield Violation(f"layout.{name}", f"{getattr(start.layout, name)}: must be >= 1")
+
+
+def _source_problems(start: dit_pb2.DenoiseStart) -> Iterator[Violation]:
+    source = _SOURCES.get(start.source)
+    if source is None:
+        yield Violation("source", f"{start.source}: must be NOISE, HELD or CHECKPOINT")
+    if source is Source.NOISE and start.first_step != 0:
+        yield Violation("first_step", f"{start.first_step}: must be 0 when source is NOISE")
+    if source is not Source.CHECKPOINT:
+        if start.HasField("solver_state"):
+            yield Violation("solver_state", "must be set exactly when source is CHECKPOINT")
+        return
+    state, solver = start.solver_state, start.params.solver
+    if not start.HasField("solver_state"):
+        yield Violation("solver_state", "must be set when source is CHECKPOINT")
+        return
+    if state.solver != solver:
+        yield Violation("solver_state.solver", f"{state.solver!r}: params.solver is {solver!r}")
+    if state.step != start.first_step:
+        yield Violation("solver_state.step", f"{state.step}: first_step is {start.first_step}")
+    expected = _solver_tensors(solver, state.step)
+    if sorted(state.tensors) != sorted(expected):
+        yield Violation(
+            "solver_state.tensors", f"{list(state.tensors)}: must be {expected} at this step"
+        )
+    if not 0 <= state.order <= 2 or (state.order == 0) != (state.step == 0):
+        yield Violation("solver_state.order", f"{state.order}: must be 1 or 2, 0 before step 0")
+
+
+def _solver_tensors(solver: str, step: int) -> list[str]:
+    """Names of what a solver remembers after `step` steps."""
+    outputs = {"unipc": 2, "dpm++": 1}.get(solver, 0)
+    names = [f"solver.model_output.{n}" for n in range(min(outputs, step))]
+    return [*names, "solver.last_sample"] if solver == "unipc" and step else names
+
+
+def expected_tensors(start: dit_pb2.DenoiseStart, plan: Plan) -> list[str]:
+    """Name every tensor that must follow the opening message."""
+    steps = plan.steps[start.first_step : start.end_step]
+    names = ["prompt_embeds"]
+    if any(uses_negative(step.guidance) for step in steps):
+        names.append("negative_prompt_embeds")
+    if start.source == dit_pb2.LATENT_SOURCE_CHECKPOINT:
+        names += ["latents", *start.solver_state.tensors]
+    return names
+
+
+def check_header(payload_name: str, expected: Iterable[str], received: Iterable[str]) -> None:
+    """Refuse a tensor that was not announced or has come before."""
+    if payload_name not in expected:
+        raise InvalidRequestError.of(
+            payload_name, f"unexpected tensor: must be one of {_listed(expected)}"
+        )
+    if payload_name in received:
+        raise InvalidRequestError.of(payload_name, "was sent twice")
+
+
+def parse_tensors(
+    payloads: Mapping[str, Payload], expected: Iterable[str], plan: Plan, model: ModelConfig
+) -> dict[str, torch.Tensor]:
+    """Check that all tensors came, with their shapes and types, and hold finite values."""
+    missing = [name for name in expected if name not in payloads]
+    _refuse(Violation(name, "tensor is missing") for name in missing)
+    latents_shape = (1, model.transformer.in_channels, *plan.params.grid)
+    _refuse(
+        problem
+        for name, payload in payloads.items()
+        for problem in _tensor_problems(name, payload, latents_shape, model)
+    )
+    tensors = {name: payload.to_torch() for name, payload in payloads.items()}
+    _refuse(
+        Violation(name, "holds values that are not finite")
+        for name, tensor in tensors.items()
+        if not bool(torch.isfinite(tensor).all())
+    )
+    return tensors
+
+
+def _tensor_problems(
+    name: str, payload: Payload, latents_shape: tuple[int, ...], model: ModelConfig
+) -> Iterator[Violation]:
+    if name.endswith("prompt_embeds"):
+        rows, width = model.transformer.text_len, model.transformer.text_dim
+        shape = payload.shape
+        if len(shape) != 2 or not 1 <= shape[0] <= rows or shape[1] != width:
+            yield Violation(name, f"shape {list(shape)}: must be [1 to {rows}, {width}]")
+        if payload.dtype_name not in _FLOATS:
+            yield Violation(name, f"type {payload.dtype_name}: must be one of {_listed(_FLOATS)}")
+        return
+    if payload.shape != latents_shape:
+        yield Violation(name, f"shape {list(payload.shape)}: must be {list(latents_shape)}")
+    if payload.dtype_name != "float32":
+        yield Violation(name, f"type {payload.dtype_name}: must be float32")
+
+
+def make_slice(
+    start: dit_pb2.DenoiseStart, plan: Plan, tensors: Mapping[str, torch.Tensor]
+) -> Slice:
+    """Put a checked request together."""
+    checkpoint = None
+    if start.source == dit_pb2.LATENT_SOURCE_CHECKPOINT:
+        state = start.solver_state
+        remembered = {name: tensors[name] for name in state.tensors}
+        solver = SolverState(state.solver, state.step, state.order, remembered)
+        checkpoint = Checkpoint(start.first_step, tensors["latents"], solver)
+    return Slice(
+        task_id=start.task_id,
+        attempt=start.attempt,
+        plan=plan,
+        first_step=start.first_step,
+        end_step=start.end_step,
+        source=_SOURCES[start.source],
+        prompt_embeds=tensors["prompt_embeds"],
+        negative_prompt_embeds=tensors.get("negative_prompt_embeds"),
+        checkpoint=checkpoint,
+        attn_type=start.params.attn_type,
+        keep_state=start.keep_state,
+        return_latents=start.return_latents,
+        return_checkpoint=start.return_checkpoint,
+        checkpoint_interval_s=start.checkpoint_interval_s,
+    )
+
+
+def _refuse(problems: Iterable[Violation]) -> None:
+    violations = list(problems)
+    if violations:
+        raise InvalidRequestError(violations)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

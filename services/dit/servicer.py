@@ -1,0 +1,235 @@
+"""The DiT host on the wire: DitService and ComponentService over a pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc.aio
+
+from chitu_diffusion import __version__
+from chitu_diffusion.config.schema import Config, ModelConfig
+from chitu_diffusion.errors import ChituError, InvalidRequestError, UnsupportedError
+from chitu_diffusion.rpc.server import Service
+from chitu_diffusion.v1 import component_pb2, component_pb2_grpc, dit_pb2, dit_pb2_grpc
+from chitu_diffusion.wire import Payload, TensorReceiver, tensor_parts
+from services.dit import denoiser
+from services.dit import request as door
+from services.dit.denoiser import Checkpoint, PlannedStep, StepDone, make_plan
+from services.dit.pool import LocalPool, Pool, SliceStream
+from services.dit.rank import SliceDone
+
+_DRAIN_S = 5.0
+_ONE_RANK = dit_pb2.Layout(cfg_size=1, ulysses_degree=1, ring_degree=1)
+
+
+class DitServicer(dit_pb2_grpc.DitServiceServicer):
+    """Plan and Denoise."""
+
+    def __init__(self, pool: Pool, model: ModelConfig) -> None:
+        self._pool = pool
+        self._model = model
+
+    async def Plan(self, request: dit_pb2.PlanRequest, context: Any) -> dit_pb2.PlanResponse:
+        """Lay out the steps."""
+        self._pool.check()
+        plan = make_plan(door.parse_params(request.params, self._model))
+        if request.params.attn_type:
+            self._pool.check_attention(request.params.attn_type)
+        return dit_pb2.PlanResponse(
+            steps=[self._planned(step) for step in plan.steps],
+            forward_count=plan.forward_count,
+            exact=True,
+        )
+
+    async def Denoise(
+        self, requests: AsyncIterator[dit_pb2.DenoiseRequest], context: Any
+    ) -> AsyncIterator[dit_pb2.DenoiseResponse]:
+        """Run a slice. Leaving this generator early, for whatever reason, ends it."""
+        async with _whole_request(requests):
+            self._pool.check()
+            start, plan = await self._opening(requests)
+            expected = door.expected_tensors(start, plan)
+            payloads = await _receive(requests, expected)
+        # Values are scanned off the event loop: a checkpoint can hold 77 MB.
+        tensors = await asyncio.to_thread(door.parse_tensors, payloads, expected, plan, self._model)
+        stream = self._pool.submit(door.make_slice(start, plan, tensors))
+        try:
+            async for event in stream:
+                for response in self._responses(event, plan, stream):
+                    yield response
+        finally:
+            stream.cancel()
+
+    async def _opening(
+        self, requests: AsyncIterator[dit_pb2.DenoiseRequest]
+    ) -> tuple[dit_pb2.DenoiseStart, denoiser.Plan]:
+        async for message in requests:
+            if message.WhichOneof("request") != "start":
+                break
+            plan = door.parse_start(message.start, self._model)
+            if message.start.params.attn_type:
+                self._pool.check_attention(message.start.params.attn_type)
+            return message.start, plan
+        raise InvalidRequestError.of("start", "must be the first message")
+
+    def _responses(
+        self, event: StepDone | Checkpoint | SliceDone, plan: denoiser.Plan, stream: SliceStream
+    ) -> Iterator[dit_pb2.DenoiseResponse]:
+        if isinstance(event, StepDone):
+            yield dit_pb2.DenoiseResponse(step=self._report(event, plan))
+        elif isinstance(event, Checkpoint):
+            yield from _checkpoint(event)
+        else:
+            if event.latents is not None:
+                yield from _tensor("latents", event.latents)
+            if event.checkpoint is not None:
+                yield from _checkpoint(event.checkpoint)
+            yield dit_pb2.DenoiseResponse(done=self._done(event, stream))
+
+    def _report(self, event: StepDone, plan: denoiser.Plan) -> dit_pb2.StepReport:
+        step = event.planned
+        return dit_pb2.StepReport(
+            step=step.step,
+            of=len(plan.steps),
+            timestep=step.timestep,
+            sigma=step.sigma,
+            expert=self._expert(step),
+            reused=step.reused,
+            seconds=event.seconds,
+            layout=_ONE_RANK,
+        )
+
+    def _done(self, event: SliceDone, stream: SliceStream) -> dit_pb2.DenoiseDone:
+        event.report.waited_seconds = stream.waited_seconds
+        return dit_pb2.DenoiseDone(
+            next_step=event.next_step, attn_type=event.attn_type, report=event.report
+        )
+
+    def _planned(self, step: PlannedStep) -> dit_pb2.PlannedStep:
+        return dit_pb2.PlannedStep(
+            step=step.step,
+            timestep=step.timestep,
+            sigma=step.sigma,
+            expert=self._expert(step),
+            reused=step.reused,
+            guidance_scale=step.guidance,
+        )
+
+    def _expert(self, step: PlannedStep) -> dit_pb2.Expert.ValueType:
+        if self._model.boundary_ratio is None:
+            return dit_pb2.EXPERT_UNSPECIFIED
+        return (dit_pb2.EXPERT_HIGH_NOISE, dit_pb2.EXPERT_LOW_NOISE)[step.expert]
+
+
+@asynccontextmanager
+async def _whole_request(requests: AsyncIterator[dit_pb2.DenoiseRequest]) -> AsyncIterator[None]:
+    """Before an error leaves, take what the caller is still sending, for a while.
+
+    grpcio's asyncio client loses a status that comes while it writes: it tells INTERNAL instead.
+    """
+    try:
+        yield
+    except ChituError:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                async for _ in requests:
+                    pass
+        raise
+
+
+async def _receive(
+    requests: AsyncIterator[dit_pb2.DenoiseRequest], expected: list[str]
+) -> dict[str, Payload]:
+    """Take the tensors until the caller closes its side."""
+    receiver, payloads = TensorReceiver(), dict[str, Payload]()
+    async for message in requests:
+        if message.WhichOneof("request") != "tensor":
+            raise InvalidRequestError.of("request", "only tensors may follow the first message")
+        if message.tensor.WhichOneof("part") == "header":
+            door.check_header(message.tensor.header.name, expected, payloads)
+        payload = receiver.feed(message.tensor)
+        if payload is not None:
+            payloads[payload.name] = payload
+    if receiver.busy:
+        raise InvalidRequestError.of("tensor", "the stream closed in the middle of a tensor")
+    return payloads
+
+
+def _checkpoint(checkpoint: Checkpoint) -> Iterator[dit_pb2.DenoiseResponse]:
+    solver = checkpoint.solver
+    state = dit_pb2.SolverState(
+        solver=solver.solver, step=solver.step, order=solver.order, tensors=list(solver.tensors)
+    )
+    yield dit_pb2.DenoiseResponse(
+        checkpoint=dit_pb2.Checkpoint(step=checkpoint.step, solver_state=state)
+    )
+    yield from _tensor("latents", checkpoint.latents)
+    for name, tensor in solver.tensors.items():
+        yield from _tensor(name, tensor)
+
+
+def _tensor(name: str, tensor: Any) -> Iterator[dit_pb2.DenoiseResponse]:
+    for part in tensor_parts(name, tensor):
+        yield dit_pb2.DenoiseResponse(tensor=part)
+
+
+class ComponentServicer(component_pb2_grpc.ComponentServiceServicer):
+    """What this process holds. Never waits for the model."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    async def GetComponents(
+        self, request: component_pb2.GetComponentsRequest, context: Any
+    ) -> component_pb2.GetComponentsResponse:
+        """Describe the transformers and the memory."""
+        return component_pb2.GetComponentsResponse(
+            components=self._pool.components(), memory=self._pool.memory(), version=__version__
+        )
+
+    async def MoveComponent(
+        self, request: component_pb2.MoveComponentRequest, context: Any
+    ) -> component_pb2.MoveComponentResponse:
+        """Refuse: the transformers stay where they were loaded."""
+        raise UnsupportedError(f"component {request.name!r} cannot be moved on this host")
+
+
+class DitHost(Service):
+    """The DiT service as a process."""
+
+    name = "dit"
+
+    def __init__(self, config: Config) -> None:
+        """Resolve the placement.
+
+        Raises:
+            ConfigError: the device, type or attention kernel cannot be had.
+        """
+        self.pool = LocalPool(config)
+        self._model = config.models
+
+    def register(self, server: grpc.aio.Server) -> list[str]:
+        """Add both servicers."""
+        dit_pb2_grpc.add_DitServiceServicer_to_server(DitServicer(self.pool, self._model), server)
+        component_pb2_grpc.add_ComponentServiceServicer_to_server(
+            ComponentServicer(self.pool), server
+        )
+        return [
+            module.DESCRIPTOR.services_by_name[name].full_name
+            for module, name in ((dit_pb2, "DitService"), (component_pb2, "ComponentService"))
+        ]
+
+    async def load(self) -> None:
+        """Read the weights."""
+        await self.pool.load()
+
+    async def drain(self) -> None:
+        """Take no more slices."""
+        self.pool.drain()
+
+    async def close(self) -> None:
+        """End what runs and free everything."""
+        await self.pool.close()

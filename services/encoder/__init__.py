@@ -1,0 +1,1 @@
+"""The text encoder service: prompts to embeddings."""

@@ -1,0 +1,9 @@
+"""`python -m services.encoder [overrides]`: the text encoder as a process."""
+
+import sys
+
+from chitu_diffusion.rpc.server import run
+from services.encoder.servicer import EncoderHost
+
+if __name__ == "__main__":
+    sys.exit(run(EncoderHost))

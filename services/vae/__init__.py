@@ -1,0 +1,1 @@
+"""The VAE service: latents to video."""

@@ -1,0 +1,9 @@
+"""`python -m services.vae [overrides]`: the VAE as a process."""
+
+import sys
+
+from chitu_diffusion.rpc.server import run
+from services.vae.servicer import VaeHost
+
+if __name__ == "__main__":
+    sys.exit(run(VaeHost))

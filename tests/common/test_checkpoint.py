@@ -1,0 +1,286 @@
+"""Loading weights: what fits is loaded exactly, everything else is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError
+from services.common.checkpoint import load_weights
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(4, 2)
+        self.counts: torch.Tensor
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+
+
+def empty() -> Net:
+    with torch.device("meta"):
+        return Net()
+
+
+@pytest.fixture
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    tensors = {key: torch.randn(value.shape) for key, value in Net().state_dict().items()}
+    return tensors | {"counts": torch.tensor([3, 2**40])}
+
+
+def shard(folder: Path, weights: dict[str, torch.Tensor], suffix: str = "safetensors") -> None:
+    """Two shards and their index."""
+    stem = "diffusion_pytorch_model" if suffix == "safetensors" else "pytorch_model"
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate((list(weights)[:2], list(weights)[2:]), 1):
+        name = f"{stem}-0000{number}-of-00002.{suffix}"
+        tensors = {key: weights[key] for key in part}
+        if suffix == "safetensors":
+            save_file(tensors, folder / name)
+        else:
+            torch.save(tensors, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+
+
+def load(folder: Path, **options: object) -> Net:
+    net = empty()
+    load_weights(net, folder, **({"dtype": torch.float32, "device": CPU} | options))  # type: ignore[arg-type]
+    return net
+
+
+def assert_equal(net: Net, weights: dict[str, torch.Tensor]) -> None:
+    state = net.state_dict()
+    assert state.keys() == weights.keys()
+    for key, value in weights.items():
+        assert torch.equal(state[key], value), key
+
+
+def test_one_file(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(weights, tmp_path / "model.safetensors")
+    net = load(tmp_path)
+    assert_equal(net, weights)
+    assert not any(parameter.requires_grad for parameter in net.parameters())
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_shards(tmp_path: Path, weights: dict[str, torch.Tensor], suffix: str) -> None:
+    shard(tmp_path, weights, suffix)
+    assert_equal(load(tmp_path), weights)
+
+
+def test_pth_file_itself(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    torch.save(weights, tmp_path / "net.pth")
+    assert_equal(load(tmp_path / "net.pth"), weights)
+
+
+def test_weights_outlive_their_file(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    for name in ("model.safetensors", "model.pth"):
+        file = tmp_path / name
+        if file.suffix == ".pth":
+            torch.save(weights, file)
+        else:
+            save_file(weights, file)
+        net = load(file)
+        with file.open("r+b") as opened:
+            opened.write(b"\0" * file.stat().st_size)
+        assert_equal(net, weights)
+
+
+def test_cast_keeps_integers(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(weights, tmp_path / "model.safetensors")
+    net = load(tmp_path, dtype=torch.bfloat16)
+    assert net.first.weight.dtype is torch.bfloat16
+    assert torch.equal(net.counts, weights["counts"])
+
+
+def test_dtype_by_name(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(weights, tmp_path / "model.safetensors")
+    net = load(tmp_path, dtype=lambda name: torch.float32 if "second" in name else torch.bfloat16)
+    assert (net.first.bias.dtype, net.second.bias.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_rename(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file({f"net.{key}": value for key, value in weights.items()}, tmp_path / "m.safetensors")
+    assert_equal(load(tmp_path, rename=lambda key: key.removeprefix("net.")), weights)
+
+
+def test_rename_that_collides_is_refused(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"become the same: first\.bias"):
+        load(tmp_path, rename=lambda key: key.replace("second", "first"))
+
+
+def test_safetensors_wins_over_bin(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(weights, tmp_path / "model.safetensors")
+    torch.save({key: value * 0 for key, value in weights.items()}, tmp_path / "pytorch_model.bin")
+    assert_equal(load(tmp_path), weights)
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is corrupt"):
+        load(tmp_path)
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="nowhere"):
+        load(tmp_path / "nowhere")
+
+
+def test_folder_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointNotFoundError, match="holds no weights"):
+        load(tmp_path)
+
+
+def test_several_files_without_index(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        save_file(weights, tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"several weight files.*a\.safetensors"):
+        load(tmp_path)
+
+
+def test_missing_shard(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    shard(tmp_path, weights)
+    (tmp_path / "diffusion_pytorch_model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointNotFoundError, match="model-00002-of-00002"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["../outside.safetensors", "/outside.safetensors", "a/../../x"])
+def test_index_must_not_leave_the_folder(
+    tmp_path: Path, weights: dict[str, torch.Tensor], path: str
+) -> None:
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    save_file(weights, tmp_path / "outside.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, path)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        load(folder)
+
+
+def test_index_decides_per_tensor(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(weights, tmp_path / "a.safetensors")
+    save_file({"counts": torch.zeros(2, dtype=torch.int64)}, tmp_path / "b.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "a.safetensors") | {"counts": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert load(tmp_path).counts.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"weight_map": 3}', "{}"])
+def test_broken_index(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match="is not a weight index"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["drop", "add"])
+def test_index_and_shards_disagree(
+    tmp_path: Path, weights: dict[str, torch.Tensor], change: str
+) -> None:
+    save_file(weights, tmp_path / "a.safetensors")
+    weight_map = dict.fromkeys(weights, "a.safetensors")
+    if change == "drop":
+        del weight_map["counts"]
+    else:
+        weight_map["third.weight"] = "a.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match="counts" if change == "drop" else "third.weight"):
+        load(tmp_path)
+
+
+def test_missing_and_unexpected_are_both_named(
+    tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    weights["third.weight"] = weights.pop("second.bias")
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: second\.bias.*unexpected: third\.weight"):
+        load(tmp_path)
+
+
+def test_wrong_shape_names_both(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    weights["first.weight"] = torch.zeros(4, 5)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"first\.weight is \[4, 5\], the model has \[4, 3\]"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.bin"])
+@pytest.mark.parametrize("part", [0.5, 0.95])
+def test_truncated_file(
+    tmp_path: Path, weights: dict[str, torch.Tensor], name: str, part: float
+) -> None:
+    file = tmp_path / name
+    if file.suffix == ".bin":
+        torch.save(weights, file)
+    else:
+        save_file(weights, file)
+    file.write_bytes(file.read_bytes()[: int(part * file.stat().st_size)])
+    with pytest.raises(CheckpointError, match=name):
+        load(tmp_path)
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[object, tuple[str, ...]]:
+        return open, ("marker", "w")
+
+
+def test_pickle_runs_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: dict[str, torch.Tensor]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({**weights, "bomb": Bomb()}, tmp_path / "model.bin")
+    with pytest.raises(CheckpointError, match=r"model\.bin"):
+        load(tmp_path)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_float8_is_refused(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    weights["first.weight"] = weights["first.weight"].to(torch.float8_e4m3fn)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"float8.*first\.weight"):
+        load(tmp_path)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(5, 3)
+        self.tokens = nn.Embedding(5, 3)
+
+
+TIED = {"tokens.weight": "shared.weight"}
+
+
+@pytest.mark.parametrize("stored", [["shared"], ["tokens"], ["shared", "tokens"]])
+def test_tied_pair(tmp_path: Path, stored: list[str]) -> None:
+    table = torch.randn(5, 3)
+    save_file({f"{name}.weight": table.clone() for name in stored}, tmp_path / "m.safetensors")
+    with torch.device("meta"):
+        net = Tied()
+    load_weights(net, tmp_path, dtype=torch.float32, device=CPU, tied=TIED)
+    assert net.shared.weight is net.tokens.weight
+    assert torch.equal(net.shared.weight, table)
+
+
+def test_tied_pair_that_differs_or_is_absent(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        net = Tied()
+    save_file(
+        {"shared.weight": torch.zeros(5, 3), "tokens.weight": torch.ones(5, 3)},
+        tmp_path / "m.safetensors",
+    )
+    with pytest.raises(CheckpointError, match="must be equal"):
+        load_weights(net, tmp_path, dtype=torch.float32, device=CPU, tied=TIED)
+    save_file({}, tmp_path / "m.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: shared\.weight, tokens\.weight"):
+        load_weights(net, tmp_path, dtype=torch.float32, device=CPU, tied=TIED)

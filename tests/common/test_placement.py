@@ -1,0 +1,52 @@
+"""Names of devices and types: what this host has is found, everything else is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chitu_diffusion.errors import ConfigError
+from services.common.placement import dtype_name, resolve_device, resolve_dtype
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture(params=[0, 2])
+def cuda_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param)
+    return int(request.param)
+
+
+def test_auto_takes_the_first_accelerator(cuda_devices: int) -> None:
+    assert resolve_device("auto") == (CUDA if cuda_devices else CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "index"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1), ("cuda:7", 7)]
+)
+def test_cuda_by_name(cuda_devices: int, name: str, index: int) -> None:
+    if index < cuda_devices:
+        assert resolve_device(name) == torch.device("cuda", index)
+    else:
+        with pytest.raises(ConfigError, match=rf"'{name}'.* {cuda_devices} CUDA devices"):
+            resolve_device(name)
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "CPU", "cuda:", "cuda:-1", "cuda:x", "cuda:0 "])
+def test_unknown_device(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"services\.x\.device="):
+        resolve_device(name, "services.x.device")
+
+
+def test_dtype() -> None:
+    assert resolve_dtype("auto", CPU) is torch.float32
+    assert resolve_dtype("auto", CUDA) is torch.bfloat16
+    assert resolve_dtype("bfloat16", CPU) is torch.bfloat16
+    assert resolve_dtype("float32", CUDA) is torch.float32
+    with pytest.raises(ConfigError, match=r"infer\.dtype='float16'"):
+        resolve_dtype("float16", CPU)
+
+
+def test_names() -> None:
+    assert dtype_name(torch.bfloat16) == "bfloat16"

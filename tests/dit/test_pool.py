@@ -1,0 +1,365 @@
+"""The pool of one rank: turns, cancelling, errors, and the state it keeps between slices."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import torch
+
+from chitu_diffusion.config.schema import Config
+from chitu_diffusion.errors import (
+    AbortedError,
+    CancelledTaskError,
+    CheckpointNotFoundError,
+    ComponentError,
+    NotFoundError,
+    OutOfMemoryError,
+    UnavailableError,
+)
+from chitu_diffusion.v1 import component_pb2
+from services.dit import denoiser as denoiser_module
+from services.dit.denoiser import Checkpoint, StepDone, make_plan
+from services.dit.guidance import guided_velocity
+from services.dit.pool import LocalPool
+from services.dit.rank import MAX_HELD, Event, Slice, SliceDone, Source
+from tests.dit.conftest import make_embeds, make_params
+
+Job = Callable[..., Slice]
+
+
+@pytest.fixture
+async def pool(make_config: Callable[..., Config]) -> AsyncIterator[LocalPool]:
+    pool = LocalPool(make_config("one-diffusers"))
+    await pool.load()
+    yield pool
+    await pool.close()
+
+
+def job(task_id: str = "a", **changes: Any) -> Slice:
+    fields: dict[str, Any] = {
+        "task_id": task_id,
+        "attempt": 1,
+        "plan": make_plan(make_params()),
+        "first_step": 0,
+        "end_step": 6,
+        "source": Source.NOISE,
+        "prompt_embeds": make_embeds(1, 9)[0, :9],
+        "negative_prompt_embeds": make_embeds(2, 4)[0, :4],
+        "return_latents": True,
+    }
+    return Slice(**(fields | changes))
+
+
+async def run(pool: LocalPool, job: Slice) -> list[Event]:
+    return [event async for event in pool.submit(job)]
+
+
+def latents(events: list[Event]) -> torch.Tensor:
+    assert isinstance(events[-1], SliceDone)
+    assert events[-1].latents is not None
+    return events[-1].latents
+
+
+class Gate:
+    """Stands in for the model's forward: waits before each step until it is let through."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.real = guided_velocity
+        self.entered: list[int] = []
+        self.arrivals = threading.Semaphore(0)
+        self.tickets = threading.Semaphore(0)
+        self.fail: Exception | None = None
+        monkeypatch.setattr(denoiser_module, "guided_velocity", self)
+
+    def __call__(self, model: Any, latents: Any, step: int, *rest: Any) -> torch.Tensor:
+        self.entered.append(step)
+        self.arrivals.release()
+        assert self.tickets.acquire(timeout=20)
+        if self.fail is not None:
+            failure, self.fail = self.fail, None
+            raise failure
+        return self.real(model, latents, step, *rest)
+
+    def let(self, steps: int) -> None:
+        self.tickets.release(steps)
+
+    async def reached(self, count: int) -> None:
+        """Wait until `count` more steps have begun."""
+        for _ in range(count):
+            assert await asyncio.to_thread(self.arrivals.acquire, timeout=20)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+async def test_events_of_a_slice(pool: LocalPool) -> None:
+    events = await run(pool, job(return_checkpoint=True))
+    assert [event.planned.step for event in events if isinstance(event, StepDone)] == [*range(6)]
+    done = events[-1]
+    assert isinstance(done, SliceDone)
+    assert (done.next_step, done.attn_type) == (6, "sdpa")
+    assert done.report.seconds > 0
+    assert done.checkpoint is not None
+    assert torch.equal(done.checkpoint.latents, latents(events))
+
+
+async def test_held_and_checkpoint_go_on_bit_equal(pool: LocalPool) -> None:
+    expected = latents(await run(pool, job("whole")))
+    first = await run(pool, job(end_step=2, keep_state=True, return_checkpoint=True))
+    done = first[-1]
+    assert isinstance(done, SliceDone)
+    held = await run(pool, job(first_step=2, source=Source.HELD))
+    assert torch.equal(latents(held), expected)
+    again = job(first_step=2, source=Source.CHECKPOINT, checkpoint=done.checkpoint)
+    assert torch.equal(latents(await run(pool, again)), expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"task_id": "other"},
+        {"first_step": 3},
+        {"plan": make_plan(make_params(seed=12))},
+    ],
+    ids=["task", "step", "params"],
+)
+async def test_held_state_that_is_not_there(pool: LocalPool, changes: dict[str, Any]) -> None:
+    await run(pool, job(end_step=2, keep_state=True))
+    fields: dict[str, Any] = {"first_step": 2, "source": Source.HELD} | changes
+    with pytest.raises(NotFoundError, match="no state at step"):
+        await run(pool, job(**fields))
+
+
+async def test_state_is_kept_only_if_asked_for(pool: LocalPool) -> None:
+    await run(pool, job(end_step=2))
+    assert pool.rank.held_tasks == []
+    await run(pool, job(end_step=2, keep_state=True))
+    assert pool.rank.held_tasks == ["a"]
+    await run(pool, job(first_step=2, source=Source.HELD, keep_state=True))
+    assert pool.rank.held_tasks == [], "a finished task leaves nothing"
+
+
+async def test_held_states_are_bounded(pool: LocalPool) -> None:
+    for n in range(MAX_HELD + 2):
+        await run(pool, job(str(n), end_step=1, keep_state=True))
+    assert pool.rank.held_tasks == [str(n) for n in range(2, MAX_HELD + 2)]
+
+
+async def test_slices_run_one_at_a_time_in_order(pool: LocalPool, gate: Gate) -> None:
+    order: list[tuple[str, int]] = []
+
+    async def follow(task_id: str) -> None:
+        async for event in pool.submit(job(task_id, end_step=3)):
+            if isinstance(event, StepDone):
+                order.append((task_id, event.planned.step))
+
+    gate.let(9)
+    async with asyncio.TaskGroup() as group:
+        for task_id in ("a", "b", "c"):
+            group.create_task(follow(task_id))
+    assert gate.entered == [0, 1, 2] * 3
+    assert order == [(task, step) for task in "abc" for step in range(3)]
+
+
+async def test_waiting_time_is_told(pool: LocalPool, gate: Gate) -> None:
+    first, second = pool.submit(job("a", end_step=1)), pool.submit(job("b", end_step=1))
+    await asyncio.sleep(0.1)
+    gate.let(2)
+    assert [1 async for _ in first] == [1, 1]
+    assert [1 async for _ in second] == [1, 1]
+    assert first.waited_seconds < 0.09 < second.waited_seconds
+
+
+async def test_cancel_ends_at_the_step_boundary(pool: LocalPool, gate: Gate) -> None:
+    stream = pool.submit(job(keep_state=True))
+    gate.let(2)
+    await gate.reached(3)
+    stream.cancel()
+    gate.let(9)
+    with pytest.raises(CancelledTaskError):
+        [event async for event in stream]
+    assert gate.entered == [0, 1, 2]
+    assert pool.rank.held_tasks == []
+
+
+async def test_cancelled_before_its_turn_it_never_starts(pool: LocalPool, gate: Gate) -> None:
+    first, second = pool.submit(job("a", end_step=1)), pool.submit(job("b"))
+    second.cancel()
+    gate.let(9)
+    assert len([event async for event in first]) == 2
+    with pytest.raises(CancelledTaskError, match="before its turn"):
+        [event async for event in second]
+    assert gate.entered == [0]
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "message"),
+    [
+        (ValueError("bad kernel"), ComponentError, "ValueError: bad kernel"),
+        (RuntimeError("shape mismatch"), ComponentError, "RuntimeError: shape mismatch"),
+        (torch.OutOfMemoryError("CUDA out of memory"), OutOfMemoryError, "CUDA out of memory"),
+        (MemoryError(), OutOfMemoryError, "out of memory"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+            OutOfMemoryError,
+            "can't allocate",
+        ),
+    ],
+)
+async def test_an_error_fails_its_slice_only(
+    pool: LocalPool,
+    gate: Gate,
+    failure: Exception,
+    error: type[Exception],
+    message: str,
+) -> None:
+    gate.let(99)
+    await run(pool, job("a", end_step=2, keep_state=True))
+    gate.fail = failure
+    with pytest.raises(error, match=message):
+        await run(pool, job("a", first_step=2, source=Source.HELD))
+    assert pool.rank.held_tasks == []
+    assert torch.isfinite(latents(await run(pool, job("b")))).all()
+
+
+async def test_out_of_memory_frees_what_the_slice_had(
+    pool: LocalPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def fail(model: Any, latents: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(weakref.ref(latents))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(denoiser_module, "guided_velocity", fail)
+    gc.disable()  # freeing must not depend on a later collection
+    try:
+        with pytest.raises(OutOfMemoryError):
+            await run(pool, job())
+        assert seen[0]() is None
+    finally:
+        gc.enable()
+
+
+async def test_newer_attempt_takes_over(pool: LocalPool, gate: Gate) -> None:
+    old = pool.submit(job("a", attempt=1))
+    other = pool.submit(job("b", attempt=1, end_step=1))
+    await gate.reached(1)
+    new = pool.submit(job("a", attempt=2, end_step=1))
+    gate.let(9)
+    with pytest.raises(AbortedError, match="attempt 2 has taken over"):
+        [event async for event in old]
+    assert len([event async for event in other]) == 2
+    assert len([event async for event in new]) == 2
+    with pytest.raises(AbortedError, match="attempt 1 is behind 2"):
+        pool.submit(job("a", attempt=1))
+
+
+async def test_checkpoints_at_an_interval(pool: LocalPool) -> None:
+    expected = latents(await run(pool, job()))
+    events = await run(pool, job(checkpoint_interval_s=1e-9))
+    kept = [event for event in events if isinstance(event, Checkpoint)]
+    assert kept, "no checkpoint between steps"
+    for checkpoint in kept:
+        position = events.index(checkpoint)
+        before = [event for event in events[:position] if isinstance(event, StepDone)]
+        assert checkpoint.step == len(before)
+        again = job(first_step=checkpoint.step, source=Source.CHECKPOINT, checkpoint=checkpoint)
+        assert torch.equal(latents(await run(pool, again)), expected)
+    assert not any(isinstance(event, Checkpoint) for event in await run(pool, job()))
+
+
+async def test_slow_reader_keeps_one_checkpoint(pool: LocalPool, gate: Gate) -> None:
+    stream = pool.submit(job(checkpoint_interval_s=1e-9))
+    gate.let(5)
+    await gate.reached(6)
+    await asyncio.sleep(0.05)
+    gate.let(1)
+    events = [event async for event in stream]
+    assert [event.step for event in events if isinstance(event, Checkpoint)] == [5]
+    assert sum(isinstance(event, StepDone) for event in events) == 6
+
+
+async def test_closing_ends_what_runs(make_config: Callable[..., Config], gate: Gate) -> None:
+    pool = LocalPool(make_config("one-diffusers"))
+    await pool.load()
+    running, waiting = pool.submit(job("a")), pool.submit(job("b"))
+    await gate.reached(1)
+    closing = asyncio.create_task(pool.close())
+    await asyncio.sleep(0)
+    gate.let(9)
+    for stream in (running, waiting):
+        with pytest.raises(UnavailableError, match="shutting down"):
+            [event async for event in stream]
+    await closing
+    assert gate.entered == [0]
+    with pytest.raises(UnavailableError, match="shutting down"):
+        pool.submit(job("c"))
+
+
+async def test_before_and_after_loading(make_config: Callable[..., Config]) -> None:
+    pool = LocalPool(make_config("two-original"))
+    with pytest.raises(UnavailableError, match="loading"):
+        pool.submit(job())
+    states = {component.state for component in pool.components()}
+    assert states == {component_pb2.COMPONENT_STATE_LOADING}
+    await pool.load()
+    components = pool.components()
+    assert [component.name for component in components] == ["transformer", "transformer_2"]
+    for component in components:
+        assert component.state == component_pb2.COMPONENT_STATE_READY
+        assert (component.device, component.dtype) == ("cpu", "float32")
+        assert component.attn_type == "sdpa"
+        assert component.weight_bytes == 4 * component.parameter_count > 0
+    assert pool.memory()[0].rss_bytes > 0
+    await pool.close()
+
+
+async def test_failed_load(make_config: Callable[..., Config], tmp_path: Any) -> None:
+    pool = LocalPool(make_config("one-diffusers", f"models.ckpt_dir={tmp_path}/nowhere"))
+    with pytest.raises(CheckpointNotFoundError, match="nowhere"):
+        await pool.load()
+    (component,) = pool.components()
+    assert component.state == component_pb2.COMPONENT_STATE_FAILED
+    assert "nowhere" in component.detail
+    with pytest.raises(UnavailableError, match="nowhere"):
+        pool.submit(job())
+    await pool.close()
+
+
+async def test_concurrent_tasks_do_not_share_state(pool: LocalPool) -> None:
+    plans = [
+        make_plan(make_params(solver=solver, num_inference_steps=steps))
+        for solver, steps in (("unipc", 4), ("dpm++", 6))
+    ]
+    jobs = [job(str(n), plan=plan, end_step=len(plan.steps)) for n, plan in enumerate(plans)]
+    serial = [latents(await run(pool, each)) for each in jobs]
+    halves = await asyncio.gather(
+        *(
+            run(pool, job(str(n), plan=plan, end_step=2, keep_state=True))
+            for n, plan in enumerate(plans)
+        )
+    )
+    assert len(halves) == 2
+    for n, plan in enumerate(plans):
+        rest = job(str(n), plan=plan, first_step=2, end_step=len(plan.steps), source=Source.HELD)
+        assert torch.equal(latents(await run(pool, rest)), serial[n])
+
+
+async def test_drained_while_loading(make_config: Callable[..., Config]) -> None:
+    pool = LocalPool(make_config("one-diffusers"))
+    loading = asyncio.create_task(pool.load())
+    await asyncio.sleep(0)
+    pool.drain()
+    await loading
+    with pytest.raises(UnavailableError, match="shutting down"):
+        pool.submit(job())
+    await pool.close()
