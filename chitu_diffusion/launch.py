@@ -39,14 +39,14 @@ def room(name: str) -> Callable[[Config], Service]:
 
         return OrchestratorHost
     if name == "encoder":
-        from services.encoder.servicer import EncoderHost
+        from services.encoder.host import EncoderHost
 
         return EncoderHost
     if name == "dit":
-        from services.dit.servicer import DitHost
+        from services.dit.host import DitHost
 
         return DitHost
-    from services.vae.servicer import VaeHost
+    from services.vae.host import VaeHost
 
     return VaeHost
 

@@ -1,0 +1,1 @@
+"""The model hosts: text encoder, diffusion transformer, VAE."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,6 +24,8 @@ from chitu_diffusion.errors import (
 from chitu_diffusion.rpc.malformed import parse_error
 
 log = logging.getLogger(__name__)
+
+_DRAIN_S = 5.0
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -74,6 +77,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 result = inner(_checked(request), context)
                 return await result if inspect.isawaitable(result) else result
             except Exception as error:
+                await _drain(request)
                 return await _abort(error, context, method)
 
         return guarded
@@ -92,6 +96,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 finally:
                     await responses.aclose()
             except Exception as error:
+                await _drain(request)
                 await _abort(error, context, method)
 
         return guarded
@@ -119,6 +124,18 @@ def _checked(request: Any) -> Any:
 async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
         yield _checked(request)
+
+
+async def _drain(request: Any) -> None:
+    """Take what the caller still sends, for a while, before an error leaves.
+
+    grpcio's asyncio client loses a status that comes while it writes: it tells INTERNAL instead.
+    """
+    if hasattr(request, "__aiter__"):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                async for _ in request:
+                    pass
 
 
 async def _abort(error: Exception, context: Any, method: str) -> None:

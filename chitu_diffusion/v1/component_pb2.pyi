@@ -118,7 +118,7 @@ class ProcessMemory(_message.Message):
     RESERVED_BYTES_FIELD_NUMBER: _builtins.int
     MAX_ALLOCATED_BYTES_FIELD_NUMBER: _builtins.int
     process: _builtins.str
-    """Which process, e.g. "encoder@0.0.0.0:50051" or "dit rank 0"."""
+    """Which process, e.g. "encoder" or "dit rank 0"."""
     rss_bytes: _builtins.int
     """Resident set size, bytes."""
     peak_rss_bytes: _builtins.int

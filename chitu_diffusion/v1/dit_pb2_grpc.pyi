@@ -55,8 +55,8 @@ class DitServiceStub:
       "negative_prompt_embeds"  (length, text_dim)   when a step of the slice uses guidance > 1
       "latents", "solver.*"     as announced         when source is CHECKPOINT
     The pool answers with one StepReport for each step as it ends, may put checkpoints and previews
-    between them, sends what return_latents and return_checkpoint ask for, and closes with
-    DenoiseDone.
+    between them, then sends tensor "latents" if return_latents asks for it, a Checkpoint with its
+    tensors if return_checkpoint does, and closes with DenoiseDone.
 
     Latents are float32 (1, channels, latent_frames, latent_height, latent_width), in the model's
     normalised latent space. Noise is drawn on the CPU from the seed for the whole latent, so it does
@@ -106,8 +106,8 @@ class DitServiceAsyncStub(DitServiceStub):
       "negative_prompt_embeds"  (length, text_dim)   when a step of the slice uses guidance > 1
       "latents", "solver.*"     as announced         when source is CHECKPOINT
     The pool answers with one StepReport for each step as it ends, may put checkpoints and previews
-    between them, sends what return_latents and return_checkpoint ask for, and closes with
-    DenoiseDone.
+    between them, then sends tensor "latents" if return_latents asks for it, a Checkpoint with its
+    tensors if return_checkpoint does, and closes with DenoiseDone.
 
     Latents are float32 (1, channels, latent_frames, latent_height, latent_width), in the model's
     normalised latent space. Noise is drawn on the CPU from the seed for the whole latent, so it does
@@ -166,8 +166,8 @@ class DitServiceServicer(metaclass=_abc_1.ABCMeta):
           "negative_prompt_embeds"  (length, text_dim)   when a step of the slice uses guidance > 1
           "latents", "solver.*"     as announced         when source is CHECKPOINT
         The pool answers with one StepReport for each step as it ends, may put checkpoints and previews
-        between them, sends what return_latents and return_checkpoint ask for, and closes with
-        DenoiseDone.
+        between them, then sends tensor "latents" if return_latents asks for it, a Checkpoint with its
+        tensors if return_checkpoint does, and closes with DenoiseDone.
 
         Latents are float32 (1, channels, latent_frames, latent_height, latent_width), in the model's
         normalised latent space. Noise is drawn on the CPU from the seed for the whole latent, so it does

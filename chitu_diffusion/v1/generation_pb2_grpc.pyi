@@ -50,7 +50,6 @@ class GenerationServiceStub:
 
     Errors, all before a task exists:
       INVALID_ARGUMENT     a parameter is wrong: BadRequest gives field, value and rule. Retry: no.
-      NOT_FOUND            no such model on this server; the message lists those there are. Retry: no.
       ALREADY_EXISTS       request_id was used with other parameters. Retry: no.
       RESOURCE_EXHAUSTED   the queue or the caller's quota is full. Retry: after RetryInfo.
       FAILED_PRECONDITION  the backend is not started. Retry: once it is.
@@ -136,7 +135,6 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     Errors, all before a task exists:
       INVALID_ARGUMENT     a parameter is wrong: BadRequest gives field, value and rule. Retry: no.
-      NOT_FOUND            no such model on this server; the message lists those there are. Retry: no.
       ALREADY_EXISTS       request_id was used with other parameters. Retry: no.
       RESOURCE_EXHAUSTED   the queue or the caller's quota is full. Retry: after RetryInfo.
       FAILED_PRECONDITION  the backend is not started. Retry: once it is.
@@ -225,7 +223,6 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors, all before a task exists:
           INVALID_ARGUMENT     a parameter is wrong: BadRequest gives field, value and rule. Retry: no.
-          NOT_FOUND            no such model on this server; the message lists those there are. Retry: no.
           ALREADY_EXISTS       request_id was used with other parameters. Retry: no.
           RESOURCE_EXHAUSTED   the queue or the caller's quota is full. Retry: after RetryInfo.
           FAILED_PRECONDITION  the backend is not started. Retry: once it is.

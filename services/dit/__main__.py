@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chitu_diffusion.rpc.server import run
-from services.dit.servicer import DitHost
+from services.dit.host import DitHost
 
 if __name__ == "__main__":
     raise SystemExit(run(DitHost))

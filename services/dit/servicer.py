@@ -1,27 +1,21 @@
-"""The DiT host on the wire: DitService and ComponentService over a pool."""
+"""The DiT pool on the wire; dit.proto says what each call promises."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-import grpc.aio
-
-from chitu_diffusion import __version__
-from chitu_diffusion.config.schema import Config, ModelConfig
-from chitu_diffusion.errors import ChituError, InvalidRequestError, UnsupportedError
-from chitu_diffusion.rpc.server import Service
-from chitu_diffusion.v1 import component_pb2, component_pb2_grpc, dit_pb2, dit_pb2_grpc
+from chitu_diffusion.config.schema import ModelConfig
+from chitu_diffusion.errors import InvalidRequestError
+from chitu_diffusion.v1 import dit_pb2, dit_pb2_grpc
 from chitu_diffusion.wire import Payload, TensorReceiver, tensor_parts
 from services.dit import denoiser
 from services.dit import request as door
 from services.dit.denoiser import Checkpoint, PlannedStep, StepDone, make_plan
-from services.dit.pool import LocalPool, Pool, SliceStream
+from services.dit.pool import Pool, SliceStream
 from services.dit.rank import SliceDone
 
-_DRAIN_S = 5.0
 _ONE_RANK = dit_pb2.Layout(cfg_size=1, ulysses_degree=1, ring_degree=1)
 
 
@@ -48,11 +42,10 @@ class DitServicer(dit_pb2_grpc.DitServiceServicer):
         self, requests: AsyncIterator[dit_pb2.DenoiseRequest], context: Any
     ) -> AsyncIterator[dit_pb2.DenoiseResponse]:
         """Run a slice. Leaving this generator early, for whatever reason, ends it."""
-        async with _whole_request(requests):
-            self._pool.check()
-            start, plan = await self._opening(requests)
-            expected = door.expected_tensors(start, plan)
-            payloads = await _receive(requests, expected)
+        self._pool.check()
+        start, plan = await self._opening(requests)
+        expected = door.expected_tensors(start, plan)
+        payloads = await _receive(requests, expected)
         # Values are scanned off the event loop: a checkpoint can hold 77 MB.
         tensors = await asyncio.to_thread(door.parse_tensors, payloads, expected, plan, self._model)
         stream = self._pool.submit(door.make_slice(start, plan, tensors))
@@ -124,22 +117,6 @@ class DitServicer(dit_pb2_grpc.DitServiceServicer):
         return (dit_pb2.EXPERT_HIGH_NOISE, dit_pb2.EXPERT_LOW_NOISE)[step.expert]
 
 
-@asynccontextmanager
-async def _whole_request(requests: AsyncIterator[dit_pb2.DenoiseRequest]) -> AsyncIterator[None]:
-    """Before an error leaves, take what the caller is still sending, for a while.
-
-    grpcio's asyncio client loses a status that comes while it writes: it tells INTERNAL instead.
-    """
-    try:
-        yield
-    except ChituError:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_DRAIN_S):
-                async for _ in requests:
-                    pass
-        raise
-
-
 async def _receive(
     requests: AsyncIterator[dit_pb2.DenoiseRequest], expected: list[str]
 ) -> dict[str, Payload]:
@@ -174,62 +151,3 @@ def _checkpoint(checkpoint: Checkpoint) -> Iterator[dit_pb2.DenoiseResponse]:
 def _tensor(name: str, tensor: Any) -> Iterator[dit_pb2.DenoiseResponse]:
     for part in tensor_parts(name, tensor):
         yield dit_pb2.DenoiseResponse(tensor=part)
-
-
-class ComponentServicer(component_pb2_grpc.ComponentServiceServicer):
-    """What this process holds. Never waits for the model."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
-    async def GetComponents(
-        self, request: component_pb2.GetComponentsRequest, context: Any
-    ) -> component_pb2.GetComponentsResponse:
-        """Describe the transformers and the memory."""
-        return component_pb2.GetComponentsResponse(
-            components=self._pool.components(), memory=self._pool.memory(), version=__version__
-        )
-
-    async def MoveComponent(
-        self, request: component_pb2.MoveComponentRequest, context: Any
-    ) -> component_pb2.MoveComponentResponse:
-        """Refuse: the transformers stay where they were loaded."""
-        raise UnsupportedError(f"component {request.name!r} cannot be moved on this host")
-
-
-class DitHost(Service):
-    """The DiT service as a process."""
-
-    name = "dit"
-
-    def __init__(self, config: Config) -> None:
-        """Resolve the placement.
-
-        Raises:
-            ConfigError: the device, type or attention kernel cannot be had.
-        """
-        self.pool = LocalPool(config)
-        self._model = config.models
-
-    def register(self, server: grpc.aio.Server) -> list[str]:
-        """Add both servicers."""
-        dit_pb2_grpc.add_DitServiceServicer_to_server(DitServicer(self.pool, self._model), server)
-        component_pb2_grpc.add_ComponentServiceServicer_to_server(
-            ComponentServicer(self.pool), server
-        )
-        return [
-            module.DESCRIPTOR.services_by_name[name].full_name
-            for module, name in ((dit_pb2, "DitService"), (component_pb2, "ComponentService"))
-        ]
-
-    async def load(self) -> None:
-        """Read the weights."""
-        await self.pool.load()
-
-    async def drain(self) -> None:
-        """Take no more slices."""
-        self.pool.drain()
-
-    async def close(self) -> None:
-        """End what runs and free everything."""
-        await self.pool.close()

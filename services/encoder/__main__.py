@@ -3,7 +3,7 @@
 import sys
 
 from chitu_diffusion.rpc.server import run
-from services.encoder.servicer import EncoderHost
+from services.encoder.host import EncoderHost
 
 if __name__ == "__main__":
     sys.exit(run(EncoderHost))

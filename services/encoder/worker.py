@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from chitu_diffusion.config.schema import Config
-from chitu_diffusion.errors import CheckpointError, ConfigError, OutOfMemoryError
+from chitu_diffusion.errors import CheckpointError, OutOfMemoryError
 from chitu_diffusion.v1 import encoder_pb2
 from services.encoder.prompt import PromptTokenizer, TokenizedPrompt
 from services.encoder.umt5 import TextEncoder
@@ -34,6 +34,16 @@ class Worker:
 
     tokenizer: PromptTokenizer
     model: TextEncoder
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters."""
+        return self.model.parameter_count
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters in memory."""
+        return self.model.weight_bytes
 
     def encode(self, item: encoder_pb2.TextInput, asked: float) -> Encoded:
         """Encode one checked input.
@@ -63,15 +73,10 @@ def load_worker(config: Config, device: torch.device, dtype: torch.dtype) -> Wor
     """Read the tokenizer and the weights of the configured checkpoint.
 
     Raises:
-        ConfigError: models.ckpt_dir is not set.
         CheckpointNotFoundError: a folder is missing.
         CheckpointError: a file is corrupt, or the parts do not fit each other.
     """
-    if config.models.ckpt_dir is None:
-        raise ConfigError("models.ckpt_dir is not set: the encoder has no weights to read")
-    if config.infer.num_threads:
-        torch.set_num_threads(config.infer.num_threads)
-    ckpt_dir, architecture = Path(config.models.ckpt_dir), config.models.transformer
+    ckpt_dir, architecture = Path(str(config.models.ckpt_dir)), config.models.transformer
     tokenizer = PromptTokenizer(ckpt_dir, architecture.text_len)
     model = TextEncoder.load(ckpt_dir, device, dtype)
     if tokenizer.vocab_size > model.vocab_size:

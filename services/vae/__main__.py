@@ -3,7 +3,7 @@
 import sys
 
 from chitu_diffusion.rpc.server import run
-from services.vae.servicer import VaeHost
+from services.vae.host import VaeHost
 
 if __name__ == "__main__":
     sys.exit(run(VaeHost))

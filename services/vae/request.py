@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 
 from chitu_diffusion.config.schema import LimitsConfig
-from chitu_diffusion.errors import ChituError, InvalidRequestError, Violation
+from chitu_diffusion.errors import InvalidRequestError, Violation
 from chitu_diffusion.v1 import tensor_pb2, vae_pb2
 from chitu_diffusion.wire import Payload, TensorReceiver
 
@@ -20,7 +19,6 @@ FORMATS = ("mp4", "tensor")
 MAX_FPS = 120
 
 # How long a refused caller may go on sending before it is cut off.
-_DRAIN_S = 5.0
 
 _FLOATS = (
     tensor_pb2.DATA_TYPE_FLOAT16,
@@ -64,23 +62,6 @@ class LatentRules:
         ):
             if value > most:
                 yield f"shape {list(shape)}: {value} {what}: at most {most}"
-
-
-@asynccontextmanager
-async def reading(requests: AsyncIterator[vae_pb2.DecodeRequest]) -> AsyncIterator[None]:
-    """Take what the caller still sends before an error inside leaves.
-
-    A status that overtakes the caller's messages is lost: grpcio's asyncio client then reports
-    "Internal error from Core" in its place.
-    """
-    try:
-        yield
-    except ChituError:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_DRAIN_S):
-                async for _ in requests:
-                    pass
-        raise
 
 
 async def read_request(

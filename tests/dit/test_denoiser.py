@@ -12,7 +12,6 @@ import torch
 from diffusers import (
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
-    UniPCMultistepScheduler,
     WanPipeline,
     WanTransformer3DModel,
 )
@@ -27,6 +26,7 @@ from services.dit.models.wan.transformer import ConditionEmbedder, CrossAttentio
 from services.dit.parallel import OneRank
 from services.dit.solvers import SOLVERS
 from tests.dit.conftest import CPU, load_ours, make_embeds, make_params
+from tests.published import PublishedUniPC
 
 HOW = Execution(Sdpa(), OneRank(), NoCache())
 TWO = {"guidance_scale": 3.0, "guidance_scale_high": 5.0, "boundary_ratio": 0.875}
@@ -62,14 +62,6 @@ def advance(denoiser: Denoiser, state: TaskState, end: int, prompts: Prompts) ->
 def denoise(denoiser: Denoiser, params: DenoiseParams, prompts: Prompts) -> torch.Tensor:
     state = denoiser.from_noise(make_plan(params))
     return advance(denoiser, state, params.num_inference_steps, prompts).latents
-
-
-class PublishedUniPC(UniPCMultistepScheduler):  # type: ignore[misc]
-    """Diffusers' scheduler on the published grid; its own default grid differs a little."""
-
-    def set_timesteps(self, num_inference_steps: int, **_: Any) -> None:
-        levels = np.linspace(float(np.float32(0.999)), 0.0, num_inference_steps + 1)[:-1]
-        super().set_timesteps(sigmas=levels)
 
 
 def pipeline(

@@ -37,9 +37,9 @@ from services.dit.attention.sdpa import Sdpa
 from services.dit.denoiser import Denoiser, Prompts, make_plan
 from services.dit.flexcache import NoCache
 from services.dit.guidance import Execution, guided_velocity
+from services.dit.host import DitHost
 from services.dit.parallel import OneRank
 from services.dit.rank import Rank
-from services.dit.servicer import DitHost
 from tests.dit.conftest import CPU, make_embeds, make_params
 
 POSITIVE, NEGATIVE = make_embeds(1, 9)[0, :9], make_embeds(2, 4)[0, :4]

@@ -6,7 +6,7 @@ import time
 import av
 import pytest
 
-from .conftest import COMMAND
+from tests.e2e.conftest import COMMAND
 
 
 def run(*arguments, **options) -> subprocess.CompletedProcess:

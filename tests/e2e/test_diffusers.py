@@ -9,6 +9,7 @@ from chitu_diffusion import config
 from chitu_diffusion.v1 import dit_pb2, vae_pb2
 from chitu_diffusion.wire import Payload, TensorReceiver
 from orchestrator.components import DitModel, TextEncoder, Vae
+from tests.published import PublishedUniPC
 
 PROMPT = "a blue square moving up on a white background"
 NEGATIVE = "a red circle"
@@ -62,6 +63,7 @@ async def through_services(system, model, height, width, num_frames):
 
 def through_diffusers(model, height, width, num_frames):
     pipe = WanPipeline.from_pretrained(model.ckpt_dir, torch_dtype=torch.float32)
+    pipe.scheduler = PublishedUniPC.from_config(pipe.scheduler.config)
     pipe.set_progress_bar_config(disable=True)
     guidance = {"guidance_scale": 3.0}
     if model.boundary_ratio is not None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from chitu_diffusion.client import Client
-
-from .conftest import serving
+from tests.e2e.conftest import serving
 
 
 def alive(pid: int) -> bool:

@@ -15,7 +15,7 @@ from chitu_diffusion import config
 from chitu_diffusion.config.schema import Config
 from chitu_diffusion.rpc.channel import dial
 from chitu_diffusion.rpc.server import Server
-from services.encoder.servicer import EncoderHost
+from services.encoder.host import EncoderHost
 
 TEXT_LEN = 24
 TEXT_DIM = 32

@@ -13,8 +13,7 @@ from transformers import AutoTokenizer
 
 from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError
 from services.encoder.prompt import PromptTokenizer, clean
-
-from .conftest import TEXT_LEN, save_tokenizer
+from tests.encoder.conftest import TEXT_LEN, save_tokenizer
 
 ODD = [
     "",

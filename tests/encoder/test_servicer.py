@@ -24,10 +24,9 @@ from chitu_diffusion.rpc.channel import dial
 from chitu_diffusion.rpc.server import Server
 from chitu_diffusion.v1 import component_pb2, component_pb2_grpc, encoder_pb2, encoder_pb2_grpc
 from chitu_diffusion.wire import TensorReceiver
+from services.encoder.host import EncoderHost
 from services.encoder.prompt import PromptTokenizer
-from services.encoder.servicer import EncoderHost
-
-from .conftest import TEXT_DIM, TEXT_LEN
+from tests.encoder.conftest import TEXT_DIM, TEXT_LEN
 
 TextInput, TokenIds = encoder_pb2.TextInput, encoder_pb2.TokenIds
 
@@ -171,7 +170,7 @@ async def test_components(channel: grpc.aio.Channel, reference: UMT5EncoderModel
     assert component.state == component_pb2.COMPONENT_STATE_READY
     assert (component.device, component.dtype) == ("cpu", "float32")
     assert (component.parameter_count, component.weight_bytes) == (count, 4 * count)
-    assert answer.memory[0].process.startswith("encoder@")
+    assert answer.memory[0].process == "encoder"
     assert answer.memory[0].rss_bytes > 10 << 20
     assert answer.version
 
@@ -232,7 +231,7 @@ async def load_error(settings: Config, *overrides: str) -> tuple[EncoderHost, Ex
 async def test_failed_load_is_reported(settings: Config, tmp_path: Path) -> None:
     host, error = await load_error(settings, f"models.ckpt_dir={tmp_path}")
     assert isinstance(error, CheckpointNotFoundError)
-    component = host.component()
+    component = host.components()[0]
     assert component.state == component_pb2.COMPONENT_STATE_FAILED
     assert str(tmp_path) in component.detail
 

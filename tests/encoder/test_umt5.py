@@ -13,8 +13,7 @@ from transformers import AutoTokenizer, UMT5EncoderModel
 from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError, ComponentError
 from services.encoder.prompt import PromptTokenizer
 from services.encoder.umt5 import TextEncoder
-
-from .conftest import TEXT_DIM, TEXT_LEN
+from tests.encoder.conftest import TEXT_DIM, TEXT_LEN
 
 CPU = torch.device("cpu")
 EMBED, SHARED = "encoder.embed_tokens.weight", "shared.weight"

@@ -8,8 +8,7 @@ from chitu_diffusion import config
 from chitu_diffusion.client import AsyncClient
 from chitu_diffusion.rpc.server import Server
 from orchestrator.host import OrchestratorHost
-
-from .stand_ins import Script, StandInDit, StandInEncoder, StandInVae
+from tests.orchestrator.stand_ins import Script, StandInDit, StandInEncoder, StandInVae
 
 
 @dataclass

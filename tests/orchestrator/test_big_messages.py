@@ -6,8 +6,7 @@ import pytest
 
 from chitu_diffusion.v1 import tensor_pb2
 from chitu_diffusion.wire import Payload
-
-from .stand_ins import Script
+from tests.orchestrator.stand_ins import Script
 
 BFLOAT16, FLOAT32 = tensor_pb2.DATA_TYPE_BFLOAT16, tensor_pb2.DATA_TYPE_FLOAT32
 

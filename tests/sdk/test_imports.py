@@ -32,9 +32,9 @@ def test_client_and_orchestrator_load_no_model_library(statement):
 @pytest.mark.parametrize(
     ("statement", "never"),
     [
-        ("import services.encoder.servicer", {"diffusers", "av"}),
-        ("import services.dit.servicer", {"diffusers", "transformers", "av"}),
-        ("import services.vae.servicer", set()),
+        ("import services.encoder.host", {"diffusers", "av"}),
+        ("import services.dit.host", {"diffusers", "transformers", "av"}),
+        ("import services.vae.host", set()),
     ],
 )
 def test_a_host_loads_only_its_own_libraries(statement, never):

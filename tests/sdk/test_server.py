@@ -14,10 +14,22 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from chitu_diffusion.errors import ConfigError, UnavailableError, from_rpc_error
+from chitu_diffusion.errors import (
+    ConfigError,
+    InvalidRequestError,
+    UnavailableError,
+    from_rpc_error,
+)
+from chitu_diffusion.rpc import interceptor
 from chitu_diffusion.rpc.channel import dial, is_serving
 from chitu_diffusion.rpc.server import PARENT_PID, Server, Service
-from chitu_diffusion.v1 import encoder_pb2, encoder_pb2_grpc
+from chitu_diffusion.v1 import (
+    encoder_pb2,
+    encoder_pb2_grpc,
+    tensor_pb2,
+    vae_pb2,
+    vae_pb2_grpc,
+)
 
 ENCODER = "chitu_diffusion.v1.EncoderService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -104,6 +116,51 @@ async def test_a_stop_without_grace_awaits_the_handlers_it_cancels():
         await server.stop(0)
         assert service.ended == ["call"]
         call.cancel()
+
+
+class Refusing(SlowService, vae_pb2_grpc.VaeServiceServicer):
+    """Refuses each call at its first message."""
+
+    def register(self, server):
+        vae_pb2_grpc.add_VaeServiceServicer_to_server(self, server)
+        return []
+
+    async def Decode(self, request_iterator, context):
+        async for _ in request_iterator:
+            raise InvalidRequestError.of("start", "is not to my taste")
+        yield vae_pb2.DecodeResponse()
+
+
+async def test_a_caller_that_is_still_sending_hears_why_it_is_refused():
+    server = Server(Refusing(), "127.0.0.1:0")
+    await server.start()
+    part = tensor_pb2.TensorPart(chunk=tensor_pb2.TensorChunk(data=bytes(1 << 20)))
+    requests = [vae_pb2.DecodeRequest(tensor=part)] * 32
+    async with dial(server.address) as channel:
+        for _ in range(3):
+            call = vae_pb2_grpc.VaeServiceStub(channel).Decode(iter(requests))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert "not to my taste" in str(from_rpc_error(caught.value))
+    await server.stop(0)
+
+
+async def test_a_refused_caller_is_not_heard_for_ever(monkeypatch):
+    monkeypatch.setattr(interceptor, "_DRAIN_S", 0.1)
+    server = Server(Refusing(), "127.0.0.1:0")
+    await server.start()
+
+    async def endless():
+        while True:
+            yield vae_pb2.DecodeRequest()
+            await asyncio.sleep(0.01)
+
+    async with dial(server.address) as channel, asyncio.timeout(5):
+        call = vae_pb2_grpc.VaeServiceStub(channel).Decode(endless())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
+        call.cancel()
+    await server.stop(0)
 
 
 async def test_reflection_lists_the_services():

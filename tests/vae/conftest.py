@@ -16,7 +16,7 @@ from chitu_diffusion.rpc.channel import dial
 from chitu_diffusion.rpc.server import Server
 from chitu_diffusion.v1 import vae_pb2
 from chitu_diffusion.wire import tensor_parts
-from services.vae.servicer import VaeHost
+from services.vae.host import VaeHost
 
 CHANNELS = 16
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable
 
 import numpy as np
@@ -10,10 +9,8 @@ import torch
 from chitu_diffusion.config.schema import LimitsConfig
 from chitu_diffusion.errors import DataLossError, InvalidRequestError
 from chitu_diffusion.v1 import tensor_pb2, vae_pb2
-from services.vae import request
-from services.vae.request import LatentRules, check_header, read_request, reading
-
-from .conftest import make_latents, requests
+from services.vae.request import LatentRules, check_header, read_request
+from tests.vae.conftest import make_latents, requests
 
 RULES = LatentRules(
     channels=16,
@@ -136,33 +133,3 @@ async def test_a_damaged_tensor_is_data_loss() -> None:
     whole[-1].tensor.end.crc32c ^= 1
     with pytest.raises(DataLossError):
         await read(whole)
-
-
-async def test_a_refused_caller_is_heard_out() -> None:
-    sent = 0
-
-    async def stream() -> AsyncIterator[vae_pb2.DecodeRequest]:
-        nonlocal sent
-        for message in [*requests(make_latents(1), "gif")]:
-            sent += 1
-            yield message
-
-    messages = stream()
-    with pytest.raises(InvalidRequestError, match="gif"):
-        async with reading(messages):
-            await read_request(messages, RULES)
-    assert sent == 4
-
-
-async def test_a_refused_caller_is_not_heard_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "_DRAIN_S", 0.05)
-
-    async def endless() -> AsyncIterator[vae_pb2.DecodeRequest]:
-        while True:
-            yield vae_pb2.DecodeRequest()
-            await asyncio.sleep(0.001)
-
-    messages = endless()
-    with pytest.raises(InvalidRequestError):
-        async with reading(messages):
-            await read_request(messages, RULES)

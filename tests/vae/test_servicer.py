@@ -32,9 +32,8 @@ from chitu_diffusion.rpc.server import Server
 from chitu_diffusion.v1 import component_pb2, component_pb2_grpc, vae_pb2, vae_pb2_grpc
 from chitu_diffusion.wire import TensorReceiver
 from services.vae import job, turn
-from services.vae.servicer import VaeHost
-
-from .conftest import file_of, make_latents, requests
+from services.vae.host import VaeHost
+from tests.vae.conftest import file_of, make_latents, requests
 
 BT709 = np.array([0.2126, 0.7152, 0.0722])
 Responses = list[vae_pb2.DecodeResponse]
@@ -167,7 +166,7 @@ class Steps:
     def __init__(self, host: VaeHost, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.error: Exception | None = None
-        vae = host.vae()
+        vae = host.model()
         compute = vae._decode_frame
 
         def counted(*args: Any) -> torch.Tensor:
@@ -237,7 +236,7 @@ async def test_a_slow_reader_is_not_run_ahead_of(
     """The frames wait in their tensor, not in messages, and other callers go on meanwhile."""
     monkeypatch.setattr(turn.Turn.__init__, "__defaults__", (0.1,))
     monkeypatch.setattr(
-        host.vae(),
+        host.model(),
         "_decode_frame",
         lambda hidden, cache, index: torch.zeros(1, 3, 4 if index else 1, 256, 256),
     )
@@ -331,9 +330,9 @@ async def test_components(channel: grpc.aio.Channel, host: VaeHost) -> None:
     assert (component.name, component.model) == ("vae", "tiny-wan")
     assert component.state == component_pb2.COMPONENT_STATE_READY
     assert (component.device, component.dtype) == ("cpu", "float32")
-    assert component.parameter_count == host.vae().parameter_count > 10_000
+    assert component.parameter_count == host.model().parameter_count > 10_000
     assert component.weight_bytes == 4 * component.parameter_count
-    assert answer.memory[0].process.startswith("vae@")
+    assert answer.memory[0].process == "vae"
     assert answer.memory[0].rss_bytes > 10 << 20
     assert answer.version
 
@@ -386,8 +385,8 @@ async def test_failed_load_is_reported(settings: Config, tmp_path: Path) -> None
     host = VaeHost(config.load([f"models.ckpt_dir={tmp_path}"]))
     with pytest.raises(CheckpointNotFoundError, match="vae"):
         await host.load()
-    assert host.component().state == component_pb2.COMPONENT_STATE_FAILED
-    assert str(tmp_path) in host.component().detail
+    assert host.components()[0].state == component_pb2.COMPONENT_STATE_FAILED
+    assert str(tmp_path) in host.components()[0].detail
     await host.close()
 
 

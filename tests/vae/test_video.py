@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-from pathlib import Path
 
 import av
 import numpy as np
@@ -12,7 +11,7 @@ from diffusers.video_processor import VideoProcessor
 
 from chitu_diffusion.errors import ComponentError
 from chitu_diffusion.v1 import vae_pb2
-from services.vae.video import Frames, VideoFormat, VideoWriter, reproducible_code, to_uint8
+from services.vae.video import Frames, VideoFormat, VideoWriter, to_uint8
 
 FORMAT = VideoFormat(height=48, width=80, fps=16, crf=18, preset="veryfast")
 METADATA = {"seed": "42", "prompt": 'a café, 红色 = "odd"; \n two lines', "title": "x"}
@@ -149,22 +148,6 @@ def test_equal_frames_give_equal_bytes() -> None:
     # x264 writes its settings into the file: not the number of cores, and no slices.
     assert b" threads=4 " in first
     assert b" sliced_threads=0 " in first
-
-
-@pytest.mark.parametrize(
-    ("cpuinfo", "option"),
-    [
-        ("processor : 0\nflags : fpu avx2 avx512f avx512bw\nflags : fpu\n", "asm=AVX2"),
-        ("processor : 0\nflags : fpu avx2\n", ""),
-        ("processor : 0\nFeatures : asimd\n", ""),
-        (None, ""),
-    ],
-)
-def test_only_avx512_is_avoided(cpuinfo: str | None, option: str, tmp_path: Path) -> None:
-    file = tmp_path / "cpuinfo"
-    if cpuinfo is not None:
-        file.write_text(cpuinfo)
-    assert reproducible_code(file) == option
 
 
 def test_bytes_leave_before_the_end_in_bounded_chunks() -> None:

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError, ComponentError
 from services.vae.wan_vae import WanVae
-
-from .conftest import make_latents
+from tests.vae.conftest import make_latents
 
 CPU = torch.device("cpu")
 
