@@ -14,7 +14,6 @@ from chitu_diffusion.errors import (
     ChituError,
     ComponentError,
     InvalidRequestError,
-    NotFoundError,
     QueueFullError,
     UnavailableError,
 )
@@ -58,14 +57,16 @@ class TaskRunner:
         """Check a request, record it and let it queue.
 
         Raises:
-            InvalidRequestError, NotFoundError, AlreadyExistsError, QueueFullError,
-            UnavailableError: as GenerationService.Generate documents.
+            InvalidRequestError, AlreadyExistsError, QueueFullError, UnavailableError: as
+                GenerationService.Generate documents.
         """
         if not self._accepting:
             raise UnavailableError("the server is shutting down")
         request = GenerationRequest.from_proto(params)
         if request.model not in (None, self._model.name):
-            raise NotFoundError(f"no model {request.model!r} here: there is {self._model.name!r}")
+            raise InvalidRequestError.of(
+                "params.model", f"{request.model!r}: must be one of {self._model.name!r}"
+            )
         if request_id is not None and not 1 <= len(request_id) <= _MAX_REQUEST_ID_CHARS:
             raise InvalidRequestError.of(
                 "request_id", f"{len(request_id)} characters: must have 1 to 128"

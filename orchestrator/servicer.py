@@ -42,6 +42,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Make a task and stream its events; cancel it when the caller leaves."""
         with self._watching():
+            runner = self._backend.runner
             task = self._submit(request)
             try:
                 async with contextlib.aclosing(task.watch()) as events:
@@ -49,7 +50,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         yield pb.GenerateResponse(event=event)
             finally:
                 if not request.detach:
-                    self._backend.runner.cancel(task, "disconnect")
+                    runner.cancel(task, "disconnect")
 
     async def SubmitTask(
         self, request: pb.SubmitTaskRequest, context: grpc.aio.ServicerContext
