@@ -64,11 +64,7 @@ class Component:
         return response.component
 
     async def wait_ready(self) -> None:
-        """Wait until every component of the host is ready.
-
-        Raises:
-            ComponentError: one has failed to load.
-        """
+        """Wait until every component of the host is ready; a host may come, go and come back."""
         while True:
             with contextlib.suppress(ChituError):
                 if self._is_ready(await self.describe()):
