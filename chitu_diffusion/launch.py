@@ -69,13 +69,17 @@ def embedded(config: Config, on_stage: Callable[[str], None] = log.info) -> Iter
         thread = threading.Thread(
             target=lambda: asyncio.run(_serve_embedded(config, ready, stop, on_stage)),
             name="chitu-embedded",
+            daemon=True,
         )
         thread.start()
         try:
             yield ready.result()
         finally:
             stop.set_result(None)
-            thread.join()
+            # An interrupt before it is ready leaves the threads that read weights behind: they
+            # cannot be stopped, and may take minutes.
+            if ready.done():
+                thread.join()
 
 
 def _on_unix_sockets(config: Config, folder: Path) -> Config:

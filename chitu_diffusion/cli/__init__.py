@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import typer
@@ -10,6 +11,9 @@ import typer
 from chitu_diffusion.cli.generate import generate
 from chitu_diffusion.cli.serve import serve
 from chitu_diffusion.errors import ChituError, ConfigError, InvalidRequestError
+
+_INTERRUPTED = 130
+"""What typer exits with after Ctrl-C."""
 
 app = typer.Typer(
     add_completion=True,
@@ -34,6 +38,8 @@ def main() -> None:
     except ChituError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+    except SystemExit as ended:
+        if ended.code != _INTERRUPTED:
+            raise
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(_INTERRUPTED)  # raising would wait for threads that still read weights

@@ -81,7 +81,8 @@ def test_a_server_that_is_not_there_is_an_error(tmp_path):
     assert not (tmp_path / "x.mp4").exists()
 
 
-def test_ctrl_c_in_the_middle_ends_it_cleanly(tmp_path):
+@pytest.mark.parametrize("stage", ["loading weights", "denoise"])
+def test_ctrl_c_in_the_middle_ends_it_cleanly(tmp_path, stage):
     process = subprocess.Popen(
         [*COMMAND, "generate", "x", "--steps", "1000", "-o", str(tmp_path / "x.mp4")],
         stderr=subprocess.PIPE,
@@ -89,7 +90,7 @@ def test_ctrl_c_in_the_middle_ends_it_cleanly(tmp_path):
         cwd=tmp_path,
     )
     for line in process.stderr:
-        if line.startswith("denoise"):
+        if line.startswith(stage):
             break
     time.sleep(0.3)
     began = time.monotonic()
@@ -98,4 +99,5 @@ def test_ctrl_c_in_the_middle_ends_it_cleanly(tmp_path):
     assert process.wait(20) == 130, rest
     assert time.monotonic() - began < 10
     assert "Traceback" not in rest
+    assert rest.endswith("interrupted\n")
     assert list(tmp_path.iterdir()) == []
