@@ -5,12 +5,14 @@ import io
 import json
 import shutil
 import subprocess
+import time
 
 import av
 import grpc
 import pytest
 
 from chitu_diffusion.client import AsyncClient, Client
+from chitu_diffusion.rpc.channel import is_serving
 from chitu_diffusion.v1 import dit_pb2, generation_pb2, generation_pb2_grpc
 from tests.e2e.conftest import ROOT
 from tools.tiny_wan.evaluate import judge
@@ -152,6 +154,20 @@ def test_a_closed_channel_stops_the_steps(tiny_wan):
         assert last.cancelled.reason == "disconnect"
         # The pool is free again at once, not after the other 990 steps.
         assert client.generate("x", num_inference_steps=1).report.queue_seconds < 5
+
+
+def test_health_answers_while_steps_run(tiny_wan):
+    with Client(tiny_wan.addresses["orchestrator"]) as client:
+        task = client.submit("x", num_inference_steps=1000, height=128, width=128)
+        next(e for e in client.watch(task.id) if e.denoising.step >= 1)
+        slowest = 0.0
+        for _ in range(20):
+            began = time.monotonic()
+            assert is_serving(tiny_wan.addresses["dit"], "chitu_diffusion.v1.DitService", 5)
+            assert client.backend().running_tasks == 1
+            slowest = max(slowest, time.monotonic() - began)
+        client.cancel(task.id)
+    assert slowest < 1
 
 
 def test_two_experts_share_the_steps_at_the_boundary(tiny_wan22):

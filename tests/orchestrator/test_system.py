@@ -218,6 +218,35 @@ async def test_cancelling_a_running_task_stops_the_steps(start_system):
     assert (await system.client.generate("next", num_inference_steps=1)).data
 
 
+@pytest.mark.parametrize("stage", ["encode", "denoise", "decode"])
+async def test_a_task_is_cancelled_in_every_stage(start_system, socket_dir, stage):
+    system = await start_system(script=Script(encode_s=0.3, step_s=0.1, decode_s=0.3))
+    task = await system.client.submit("x", seed=1, num_inference_steps=3)
+    await until(lambda: any(line.startswith(f"{stage}+") for line in system.script.log))
+    await system.client.cancel(task.id)
+    events = [e async for e in system.client.watch(task.id)]
+    assert kinds(events)[-1] == "cancelled"
+    await asyncio.sleep(0.5)
+    assert not any(line.startswith(f"{stage}-") for line in system.script.log)
+    assert not (socket_dir / "results").exists() or not list((socket_dir / "results").iterdir())
+
+
+async def test_a_deadline_that_passes_cancels_the_task(start_system):
+    system = await start_system(script=Script(step_s=0.05))
+    async with grpc.aio.insecure_channel(system.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        params = pb.GenerationParams(seed=1, num_inference_steps=100)
+        call = stub.Generate(pb.GenerateRequest(params=params), timeout=0.5)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [response async for response in call]
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    task = next(iter([t async for t in system.client.tasks()]))
+    assert [e async for e in system.client.watch(task.id)][-1].HasField("cancelled")
+    steps = system.script.log.count("step 1")
+    await asyncio.sleep(0.3)
+    assert system.script.log.count("step 1") <= steps + 2 < 50
+
+
 async def test_a_queued_task_that_is_cancelled_never_starts(start_system):
     system = await start_system(script=Script(encode_s=0.2))
     first = await system.client.submit("first", num_inference_steps=1)
