@@ -14,7 +14,7 @@ from chitu_diffusion.errors import ConfigError, UnavailableError
 from chitu_diffusion.rpc.server import Service
 from chitu_diffusion.v1 import component_pb2
 from services.common.memory import process_memory
-from services.common.placement import dtype_name
+from services.common.placement import dtype_name, resolve_device, resolve_dtype
 
 
 class Counted(Protocol):
@@ -38,11 +38,16 @@ class ModelHost(Service, Generic[Model]):
     component: ClassVar[str]
     """Name of the model part, as in Component.name."""
 
-    def __init__(self, config: Config, device: torch.device, dtype: torch.dtype) -> None:
-        """Take what was resolved; nothing is loaded yet."""
+    def __init__(self, config: Config) -> None:
+        """Resolve device and type; nothing is loaded yet.
+
+        Raises:
+            ConfigError: no such device here.
+        """
         self.config = config
-        self.device = device
-        self.dtype = dtype
+        self.device = resolve_device(config.infer.device)
+        dtype = getattr(config.services, self.name).dtype
+        self.dtype = resolve_dtype(dtype, self.device, f"services.{self.name}.dtype")
         self.worker = ThreadPoolExecutor(1, thread_name_prefix=self.name)
         """Runs all model work, so that the event loop always answers."""
         self._model: Model | None = None

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import grpc.aio
 
-from chitu_diffusion.config.schema import Config
 from chitu_diffusion.v1 import component_pb2, component_pb2_grpc, encoder_pb2, encoder_pb2_grpc
 from services.common.components import ComponentServicer
 from services.common.host import ModelHost
-from services.common.placement import resolve_device, resolve_dtype
 from services.encoder.servicer import EncoderServicer
 from services.encoder.worker import Worker, load_worker
 
@@ -18,16 +16,6 @@ class EncoderHost(ModelHost[Worker]):
 
     name = "encoder"
     component = "text_encoder"
-
-    def __init__(self, config: Config) -> None:
-        """Resolve device and type.
-
-        Raises:
-            ConfigError: no such device here.
-        """
-        device = resolve_device(config.infer.device)
-        key = "services.encoder.dtype"
-        super().__init__(config, device, resolve_dtype(config.services.encoder.dtype, device, key))
 
     def register(self, server: grpc.aio.Server) -> list[str]:
         """Add EncoderService and ComponentService."""

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import grpc.aio
 
-from chitu_diffusion.config.schema import Config
 from chitu_diffusion.v1 import component_pb2, component_pb2_grpc, vae_pb2, vae_pb2_grpc
 from services.common.components import ComponentServicer
 from services.common.host import ModelHost
-from services.common.placement import resolve_device, resolve_dtype
 from services.vae.servicer import VaeServicer
 from services.vae.wan_vae import WanVae
 
@@ -20,16 +18,6 @@ class VaeHost(ModelHost[WanVae]):
 
     name = "vae"
     component = "vae"
-
-    def __init__(self, config: Config) -> None:
-        """Resolve device and type.
-
-        Raises:
-            ConfigError: no such device here.
-        """
-        device = resolve_device(config.infer.device)
-        key = "services.vae.dtype"
-        super().__init__(config, device, resolve_dtype(config.services.vae.dtype, device, key))
 
     def register(self, server: grpc.aio.Server) -> list[str]:
         """Add VaeService and ComponentService."""
