@@ -80,8 +80,11 @@ class Client:
             ChituError: the request is refused, the task fails or is cancelled, the server is away.
         """
         message = _generate_request(request, params, request_id, detach)
+        last = None
         with self._events(self._generation.Generate(message)) as responses:
-            done = _outcome(_tell(r.event, on_event) for r in responses)
+            for response in responses:
+                last = _tell(response.event, on_event)
+        done = _outcome(last)
         return _result(done, b"".join(self.download(done.task_id)))
 
     def submit(
@@ -190,11 +193,11 @@ class AsyncClient:
     ) -> Result:
         """As `Client.generate`. Cancelling it cancels the task, unless `detach`."""
         message = _generate_request(request, params, request_id, detach)
-        events = []
+        last = None
         async with self._events(self._generation.Generate(message)) as responses:
             async for response in responses:
-                events.append(_tell(response.event, on_event))
-        done = _outcome(iter(events[-1:]))
+                last = _tell(response.event, on_event)
+        done = _outcome(last)
         return _result(done, b"".join([chunk async for chunk in self.download(done.task_id)]))
 
     async def submit(
@@ -310,18 +313,16 @@ def _tell(event: pb.GenerateEvent, on_event: EventCallback | None) -> pb.Generat
     return event
 
 
-def _outcome(events: Iterator[pb.GenerateEvent]) -> pb.GenerateEvent:
-    """The `done` event that ends the stream; any other end raises."""
-    last = None
-    for event in events:
-        last = event
-    kind = last.WhichOneof("event") if last is not None else None
-    if last is not None and kind == "done":
-        return last
-    if last is not None and kind == "failed":
-        raise error_from(last.failed.error.reason, last.failed.error.message)
-    if last is not None and kind == "cancelled":
-        raise CancelledTaskError(f"task {last.task_id} was cancelled by {last.cancelled.reason}")
+def _outcome(last: pb.GenerateEvent | None) -> pb.GenerateEvent:
+    """The `done` event that ended a stream; any other end raises."""
+    if last is not None:
+        kind = last.WhichOneof("event")
+        if kind == "done":
+            return last
+        if kind == "failed":
+            raise error_from(last.failed.error.reason, last.failed.error.message)
+        if kind == "cancelled":
+            raise CancelledTaskError(f"task {last.task_id}: cancelled ({last.cancelled.reason})")
     raise UnavailableError("the server ended the stream before the task ended")
 
 
