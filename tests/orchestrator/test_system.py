@@ -49,7 +49,7 @@ async def test_the_report_has_the_effective_parameters(start_system):
     result = await system.client.generate("a cat", num_inference_steps=2, seed=0)
     report = result.report
     assert report.params.seed == 0
-    assert report.params.num_frames == 17
+    assert report.params.num_frames == 9
     assert report.params.guidance_scale == 4.0
     assert report.params.attn_type == "sdpa"
     assert [s.stage for s in report.stages] == [
@@ -408,7 +408,7 @@ async def test_the_backend_describes_itself(start_system):
     assert [c.name for c in backend.components] == ["text_encoder", "transformer", "vae"]
     (model,) = await system.client.models()
     assert (model.name, model.default, model.two_experts) == ("tiny-wan", True, False)
-    assert model.defaults.num_frames == 17
+    assert model.defaults.num_frames == 9
     assert not model.defaults.HasField("seed")
     await system.servers["vae"].stop(0)
     failed = [c for c in (await system.client.backend()).components if c.detail]
