@@ -24,7 +24,7 @@ from pathlib import Path
 
 from chitu_diffusion.config.schema import Config
 from chitu_diffusion.errors import ComponentError
-from chitu_diffusion.rpc.server import PARENT_PID, Server, Service
+from chitu_diffusion.rpc.server import PARENT_PID, Server, Service, listen_address
 
 log = logging.getLogger(__name__)
 
@@ -104,10 +104,8 @@ async def _serve_embedded(
     try:
         for name in (*_local_hosts(config), "orchestrator"):
             on_stage(f"starting {name}")
-            section = config.orchestrator if name == "orchestrator" else None
-            listen = (section or getattr(config.services, name)).listen
             make_service = await asyncio.to_thread(room, name)
-            server = Server(make_service(config), listen)
+            server = Server(make_service(config), listen_address(config, name))
             servers.append(server)
             await server.start()
         on_stage("loading weights")

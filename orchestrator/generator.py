@@ -11,7 +11,7 @@ from chitu_diffusion import __version__
 from chitu_diffusion.errors import ComponentError, DataLossError
 from chitu_diffusion.v1 import component_pb2, dit_pb2, vae_pb2
 from chitu_diffusion.v1 import generation_pb2 as pb
-from chitu_diffusion.wire import Payload, TensorReceiver
+from chitu_diffusion.wire import Payload, TensorReceiver, payload_of
 from orchestrator.artifacts import ArtifactStore
 from orchestrator.components import DitModel, Encoded, TextEncoder, Vae
 from orchestrator.task import DECODE, DENOISE, ENCODE, Task
@@ -77,7 +77,7 @@ class Generator:
         latents: Payload | None = None
         done: dit_pb2.DenoiseDone | None = None
         tensors = [
-            Payload(name, embeds.data_type, embeds.shape, embeds.data)
+            payload_of(name, embeds)
             for name, embeds in (
                 ("prompt_embeds", task.work.prompt_embeds),
                 ("negative_prompt_embeds", task.work.negative_prompt_embeds),

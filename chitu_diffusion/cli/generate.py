@@ -80,6 +80,8 @@ def generate(
     ] = None,
 ) -> None:
     """Generate a video from a prompt."""
+    if server is not None and overrides:
+        raise typer.BadParameter("--set configures a local run: it has no effect on a server")
     _check_writable(output, report, contact_sheet)
     # The name of a local model is the name of its configuration in lower case.
     local = [*([f"models={model.lower()}"] if model else []), *(overrides or [])]
@@ -118,8 +120,6 @@ def generate(
 def _server(server: str | None, overrides: list[str], view: ProgressView) -> Iterator[str]:
     """The address to talk to; without `--server`, of a system started for this call."""
     if server is not None:
-        if overrides and overrides[0].partition("=")[0] != "models":
-            raise typer.BadParameter("--set configures a local run: it has no effect on a server")
         yield server
         return
     from chitu_diffusion.launch import embedded

@@ -57,6 +57,7 @@ def test_generate_on_a_server(tiny_wan, tmp_path):
         (["--model", "tinywan"], "did you mean 'tiny-wan'"),
         (["--set", "infer.dtyp=auto"], "did you mean 'infer.dtype'"),
         (["-o", "/"], "is a folder"),
+        (["--server", "h:1", "--model", "m", "--set", "infer.device=cpu"], "has no effect on a"),
     ],
 )
 def test_wrong_usage_is_explained_in_seconds(arguments, message, tmp_path):

@@ -7,7 +7,7 @@ from diffusers import WanPipeline
 
 from chitu_diffusion import config
 from chitu_diffusion.v1 import dit_pb2, vae_pb2
-from chitu_diffusion.wire import Payload, TensorReceiver
+from chitu_diffusion.wire import TensorReceiver, payload_of
 from orchestrator.components import DitModel, TextEncoder, Vae
 from tests.published import PublishedUniPC
 
@@ -23,7 +23,7 @@ async def through_services(system, model, height, width, num_frames):
     defaults = model.request_defaults
     encoded, _ = await encoder.encode([PROMPT, NEGATIVE])
     embeds = [
-        Payload(name, e.embeds.data_type, e.embeds.shape, e.embeds.data)
+        payload_of(name, e.embeds)
         for name, e in zip(("prompt_embeds", "negative_prompt_embeds"), encoded, strict=True)
     ]
     params = dit_pb2.DenoiseParams(
