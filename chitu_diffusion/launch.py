@@ -1,6 +1,6 @@
 """The composition root: starts all four services on this machine.
 
-`embedded` runs them in this process, on unix sockets: quick to start, gone with the process.
+`Embedded` runs them in this process, on unix sockets: quick to start, gone with the process.
 `serve` runs each as a process of its own. Both start the servicers that a cluster runs; services
 whose `address` is configured are used where they are.
 """
@@ -18,16 +18,21 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from chitu_diffusion.config.schema import Config
 from chitu_diffusion.errors import ComponentError
+from chitu_diffusion.loop import LoopThread
 from chitu_diffusion.rpc.server import PARENT_PID, Server, Service, listen_address
+
+if TYPE_CHECKING:
+    from orchestrator.core import BackendCore
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 MODEL_HOSTS = ("encoder", "dit", "vae")
 _STOP_TIMEOUT_S = 30.0
 
@@ -51,35 +56,97 @@ def room(name: str) -> Callable[[Config], Service]:
     return VaeHost
 
 
+class Embedded:
+    """The system in this process: an event loop on a thread, the services on unix sockets."""
+
+    def __init__(
+        self,
+        config: Config,
+        on_stage: Callable[[str], None] = log.info,
+        *,
+        autostart: bool = True,
+    ) -> None:
+        """Start, and wait until everything is loaded.
+
+        Args:
+            config: results go where it says; its listen addresses are not used.
+            on_stage: told what start-up is doing.
+            autostart: take and run tasks at once; otherwise the core stays Initialized.
+
+        Raises:
+            ChituError: a service cannot start. Nothing is left running.
+        """
+        self._folder = tempfile.TemporaryDirectory(prefix="chitu-", ignore_cleanup_errors=True)
+        self._config = _on_unix_sockets(config, Path(self._folder.name))
+        self._servers: list[Server] = []
+        self._loop = LoopThread("chitu-embedded")
+        try:
+            self._loop.run(self._start(on_stage, autostart))
+        except BaseException:
+            # Not waited for: threads that read weights cannot be stopped, and may take minutes.
+            self._loop.submit(self._abandon())
+            raise
+        self.address = self._servers[-1].address
+        """Of the orchestrator."""
+
+    core: BackendCore
+    """What the orchestrator serves. Belongs to the event loop: use it inside of `run`."""
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the system's event loop to its end."""
+        return self._loop.run(work)
+
+    def close(self) -> None:
+        """Stop the services in order, and free everything."""
+        self._loop.run(self._stop())
+        self._loop.close()
+        self._folder.cleanup()
+
+    async def _start(self, on_stage: Callable[[str], None], autostart: bool) -> None:
+        from orchestrator.host import OrchestratorHost
+
+        for name in _local_hosts(self._config):
+            on_stage(f"starting {name}")
+            make_service = await asyncio.to_thread(room, name)
+            await self._serve(make_service(self._config))
+        host = OrchestratorHost(self._config, autostart=autostart)
+        self.core = host.core
+        await self._serve(host)
+        on_stage("loading weights")
+        try:
+            async with asyncio.TaskGroup() as loading:
+                for server in self._servers:
+                    loading.create_task(server.load())
+        except* Exception as errors:
+            raise errors.exceptions[0] from None
+
+    async def _serve(self, service: Service) -> None:
+        server = Server(service, listen_address(self._config, service.name))
+        self._servers.append(server)
+        await server.start()
+
+    async def _abandon(self) -> None:
+        await self._stop()
+        self._folder.cleanup()
+        asyncio.get_running_loop().stop()
+
+    async def _stop(self) -> None:
+        for server in reversed(self._servers):
+            await server.stop(grace_s=1.0)
+
+
 @contextlib.contextmanager
 def embedded(config: Config, on_stage: Callable[[str], None] = log.info) -> Iterator[str]:
-    """Run the system in this process; gives the orchestrator's address.
-
-    Args:
-        config: results go where it says; its listen addresses are not used.
-        on_stage: told what start-up is doing.
+    """Run the system in this process for a while; gives the orchestrator's address.
 
     Raises:
         ChituError: a service cannot start. Nothing is left running.
     """
-    with tempfile.TemporaryDirectory(prefix="chitu-") as folder:
-        config = _on_unix_sockets(config, Path(folder))
-        ready: Future[str] = Future()
-        stop: Future[None] = Future()
-        thread = threading.Thread(
-            target=lambda: asyncio.run(_serve_embedded(config, ready, stop, on_stage)),
-            name="chitu-embedded",
-            daemon=True,
-        )
-        thread.start()
-        try:
-            yield ready.result()
-        finally:
-            stop.set_result(None)
-            # An interrupt before it is ready leaves the threads that read weights behind: they
-            # cannot be stopped, and may take minutes.
-            if ready.done():
-                thread.join()
+    system = Embedded(config, on_stage)
+    try:
+        yield system.address
+    finally:
+        system.close()
 
 
 def _on_unix_sockets(config: Config, folder: Path) -> Config:
@@ -95,30 +162,6 @@ def _on_unix_sockets(config: Config, folder: Path) -> Config:
     )
     orchestrator = dataclasses.replace(config.orchestrator, listen=moved("orchestrator"))
     return dataclasses.replace(config, services=services, orchestrator=orchestrator)
-
-
-async def _serve_embedded(
-    config: Config, ready: Future[str], stop: Future[None], on_stage: Callable[[str], None]
-) -> None:
-    servers: list[Server] = []
-    try:
-        for name in (*_local_hosts(config), "orchestrator"):
-            on_stage(f"starting {name}")
-            make_service = await asyncio.to_thread(room, name)
-            server = Server(make_service(config), listen_address(config, name))
-            servers.append(server)
-            await server.start()
-        on_stage("loading weights")
-        async with asyncio.TaskGroup() as loading:
-            for server in servers:
-                loading.create_task(server.load())
-        ready.set_result(servers[-1].address)
-        await asyncio.wrap_future(stop)
-    except* Exception as errors:
-        ready.set_exception(errors.exceptions[0])
-    finally:
-        for server in reversed(servers):
-            await server.stop(grace_s=1.0)
 
 
 def _local_hosts(config: Config) -> list[str]:

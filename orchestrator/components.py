@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -100,11 +100,11 @@ class TextEncoder(Component):
         super().__init__(address)
         self._stub = encoder_pb2_grpc.EncoderServiceStub(self._bulk)
 
-    async def encode(self, texts: Iterable[str]) -> tuple[list[Encoded], component_pb2.StageReport]:
-        """Encode texts, in order."""
-        request = encoder_pb2.EncodeRequest(
-            inputs=[encoder_pb2.TextInput(text=text) for text in texts]
-        )
+    async def encode(
+        self, inputs: Iterable[str | Sequence[int]]
+    ) -> tuple[list[Encoded], component_pb2.StageReport]:
+        """Encode texts, or token ids with their end token, in order."""
+        request = encoder_pb2.EncodeRequest(inputs=[_text_input(item) for item in inputs])
         infos: list[encoder_pb2.EncodedPrompt] = []
         embeds: list[Payload] = []
         report = component_pb2.StageReport()
@@ -127,7 +127,13 @@ class TextEncoder(Component):
         return [Encoded(i, e) for i, e in zip(infos, embeds, strict=True)], report
 
 
-class DitModel(Component):
+def _text_input(item: str | Sequence[int]) -> encoder_pb2.TextInput:
+    if isinstance(item, str):
+        return encoder_pb2.TextInput(text=item)
+    return encoder_pb2.TextInput(token_ids=encoder_pb2.TokenIds(ids=item))
+
+
+class DitPool(Component):
     """Embeddings and noise to latents."""
 
     name = "dit"
@@ -135,6 +141,27 @@ class DitModel(Component):
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self._stub = dit_pb2_grpc.DitServiceStub(self._bulk)
+        self._facts = dit_pb2_grpc.DitServiceStub(self._control)
+
+    async def pool(self) -> dit_pb2.GetPoolResponse:
+        """Its ranks, and how a slice runs that asks for nothing special.
+
+        Raises:
+            UnavailableError: it does not answer.
+        """
+        with _chitu_errors():
+            return await self._facts.GetPool(dit_pb2.GetPoolRequest(), timeout=_STATUS_TIMEOUT_S)
+
+    async def forward(self, start: dit_pb2.ForwardStart, tensors: Iterable[Payload]) -> Payload:
+        """Run one transformer once; its velocity."""
+
+        def requests() -> Iterator[dit_pb2.ForwardRequest]:
+            yield dit_pb2.ForwardRequest(start=start)
+            for payload in tensors:
+                for part in tensor_parts(payload.name, payload):
+                    yield dit_pb2.ForwardRequest(tensor=part)
+
+        return await _one_tensor(_responses(self._stub.Forward(requests())), self.name)
 
     def denoise(
         self, start: dit_pb2.DenoiseStart, tensors: Iterable[Payload]
@@ -170,6 +197,24 @@ class Vae(Component):
                 yield vae_pb2.DecodeRequest(tensor=part)
 
         return _responses(self._stub.Decode(requests()))
+
+    async def decode_tensor(self, latents: Payload) -> Payload:
+        """Decode latents (1, C, F, H, W) to frames (1, 3, F, H, W) float32 in [-1, 1]."""
+        start = vae_pb2.DecodeStart(output_format="tensor", fps=1)
+        return await _one_tensor(self.decode(start, latents), self.name)
+
+
+async def _one_tensor(responses: AsyncGenerator[Any, None], name: str) -> Payload:
+    """The only tensor of an answer."""
+    receiver = TensorReceiver()
+    payload: Payload | None = None
+    async with contextlib.aclosing(responses):
+        async for response in responses:
+            if response.HasField("tensor"):
+                payload = receiver.feed(response.tensor) or payload
+    if payload is None:
+        raise ComponentError(f"{name} answered without its tensor")
+    return payload
 
 
 async def _responses(call: Any) -> AsyncGenerator[Any, None]:

@@ -13,7 +13,7 @@ from chitu_diffusion.v1 import component_pb2, dit_pb2, vae_pb2
 from chitu_diffusion.v1 import generation_pb2 as pb
 from chitu_diffusion.wire import Payload, TensorReceiver, payload_of
 from orchestrator.artifacts import ArtifactStore
-from orchestrator.components import DitModel, Encoded, TextEncoder, Vae
+from orchestrator.components import DitPool, Encoded, TextEncoder, Vae
 from orchestrator.task import DECODE, DENOISE, ENCODE, Task
 
 
@@ -23,7 +23,7 @@ class Generator:
     def __init__(
         self,
         encoder: TextEncoder,
-        dit: DitModel,
+        dit: DitPool,
         vae: Vae,
         artifacts: ArtifactStore,
         slice_steps: int = 0,

@@ -11,9 +11,11 @@ from collections.abc import Callable
 
 from chitu_diffusion.config.schema import ModelConfig
 from chitu_diffusion.errors import (
+    CancelledTaskError,
     ChituError,
     ComponentError,
     InvalidRequestError,
+    PreconditionError,
     QueueFullError,
     UnavailableError,
 )
@@ -52,6 +54,7 @@ class TaskRunner:
         self._max_queued = max_queued
         self._running: dict[str, asyncio.Task[None]] = {}
         self._accepting = True
+        self._driving = False
 
     def submit(self, params: pb.GenerationParams, request_id: str | None = None) -> Task:
         """Check a request, record it and let it queue.
@@ -92,6 +95,35 @@ class TaskRunner:
         self._advance()
         return task
 
+    def drive(self) -> None:
+        """Run tasks from now on. Before, they move only by `step`."""
+        self._driving = True
+        self._advance()
+
+    @property
+    def driving(self) -> bool:
+        """Whether tasks run by themselves."""
+        return self._driving
+
+    async def step(self, task: Task) -> None:
+        """Run a task's next stage, or slice, by hand; an error ends the task and is raised.
+
+        Raises:
+            PreconditionError: it has ended, or a step of it is running.
+            CancelledTaskError: it was cancelled meanwhile.
+            ChituError: as `Generator.generate_step`.
+        """
+        if task.ended or task.id in self._running:
+            state = pb.TaskState.Name(task.state).removeprefix("TASK_STATE_")
+            doing = state if task.ended else "in a step"
+            raise PreconditionError(f"task {task.id} is {doing}: there is no step to run")
+        self._scheduler.claim(task)
+        step = self._begin(task)
+        await asyncio.wait({step})  # its callback, added first, has run when this returns
+        if step.cancelled():
+            raise CancelledTaskError(f"task {task.id}: {task.cancel_reason}")
+        step.result()
+
     def cancel(self, task: Task, reason: str) -> None:
         """Stop a task; no effect once it has ended."""
         if task.ended or task.cancel_reason is not None:
@@ -113,10 +145,15 @@ class TaskRunner:
         """
         self._accepting = False
         if cancel:
-            for task in list(self._store):
-                self.cancel(task, "shutdown")
+            self._cancel_all()
+        self.drive()
         while self._running:
             await asyncio.wait(self._running.values())
+        self._cancel_all()  # what somebody took by hand and did not run
+
+    def _cancel_all(self) -> None:
+        for task in list(self._store):
+            self.cancel(task, "shutdown")
 
     @property
     def running_count(self) -> int:
@@ -124,17 +161,20 @@ class TaskRunner:
         return len(self._running)
 
     def _advance(self) -> None:
-        """Start whatever may start."""
+        """Start whatever may start, unless tasks are run by hand."""
         started = False
-        while (task_id := self._scheduler.schedule()) is not None:
-            task = self._store.get(task_id)
-            step = asyncio.create_task(self._generator.generate_step(task), name=f"task {task_id}")
-            self._running[task_id] = step
-            # A callback, since a coroutine that is cancelled before its first line runs no finally.
-            step.add_done_callback(functools.partial(self._on_step_ended, task))
+        while self._driving and (task_id := self._scheduler.schedule()) is not None:
+            self._begin(self._store.get(task_id))
             started = True
         if started:
             self._tell_positions()
+
+    def _begin(self, task: Task) -> asyncio.Task[None]:
+        step = asyncio.create_task(self._generator.generate_step(task), name=f"task {task.id}")
+        self._running[task.id] = step
+        # A callback, since a coroutine that is cancelled before its first line runs no finally.
+        step.add_done_callback(functools.partial(self._on_step_ended, task))
+        return step
 
     def _on_step_ended(self, task: Task, step: asyncio.Task[None]) -> None:
         del self._running[task.id]

@@ -56,6 +56,13 @@ class DiffusionScheduler:
                 return task_id
         return None
 
+    def claim(self, task: Task) -> None:
+        """Take a task's place whatever its turn; no effect when `schedule` has given it one."""
+        lane = self._lanes[task.stage]
+        lane.waiting = [entry for entry in lane.waiting if entry[1] != task.id]
+        heapq.heapify(lane.waiting)
+        lane.running.add(task.id)
+
     def release(self, task: Task) -> None:
         """Free the place a task has; `submit` it again for its next stage."""
         for lane in self._lanes.values():

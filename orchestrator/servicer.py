@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import contextlib
@@ -21,7 +22,7 @@ from chitu_diffusion.errors import (
 from chitu_diffusion.request import GenerationRequest
 from chitu_diffusion.v1 import backend_pb2, backend_pb2_grpc, generation_pb2_grpc, vae_pb2
 from chitu_diffusion.v1 import generation_pb2 as pb
-from orchestrator.backend import BackendState, DiffusionBackend
+from orchestrator.core import BackendCore, BackendState
 from orchestrator.task import Task
 
 _DEFAULT_PAGE = 50
@@ -32,7 +33,7 @@ _ORDERING_FIELDS = ("deadline", "accept_late", "priority")
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Tasks."""
 
-    def __init__(self, backend: DiffusionBackend, max_watchers: int) -> None:
+    def __init__(self, backend: BackendCore, max_watchers: int) -> None:
         self._backend = backend
         self._max_watchers = max_watchers
         self._watchers = 0
@@ -124,6 +125,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             yield pb.DownloadResultResponse(chunk=vae_pb2.FileChunk(offset=offset, data=data))
 
     def _submit(self, request: pb.GenerateRequest | pb.SubmitTaskRequest) -> Task:
+        runner = self._backend.runner
+        if not runner.driving:
+            raise PreconditionError("this backend is driven by hand: its owner must call drive()")
         for name in _ORDERING_FIELDS:
             set_ = request.HasField("deadline") if name == "deadline" else getattr(request, name)
             if set_:
@@ -131,7 +135,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     name, "is not supported: this server runs tasks first come, first served"
                 )
         request_id = request.request_id if request.HasField("request_id") else None
-        return self._backend.runner.submit(request.params, request_id)
+        return runner.submit(request.params, request_id)
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
@@ -147,20 +151,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 class BackendServicer(backend_pb2_grpc.BackendServiceServicer):
     """The backend."""
 
-    def __init__(self, backend: DiffusionBackend) -> None:
+    def __init__(self, backend: BackendCore) -> None:
         self._backend = backend
 
     async def GetBackend(
         self, request: backend_pb2.GetBackendRequest, context: grpc.aio.ServicerContext
     ) -> backend_pb2.GetBackendResponse:
         """Tell state, components and memory."""
-        components, memory = await self._backend.describe()
+        (components, memory), pool = await asyncio.gather(
+            self._backend.describe(), self._backend.pool()
+        )
+        layout = pool.layout
         return backend_pb2.GetBackendResponse(
             state=_state(self._backend),
             components=components,
             memory=memory,
-            cp_size=1,
-            cfg_size=1,
+            cp_size=layout.ulysses_degree * layout.ring_degree,
+            cfg_size=layout.cfg_size,
+            attn_type=pool.attn_type,
+            flexcache=pool.flexcache if pool.HasField("flexcache") else None,
             queued_tasks=self._backend.scheduler.queue_length,
             running_tasks=self._backend.running_count,
             version=__version__,
@@ -219,7 +228,7 @@ class BackendServicer(backend_pb2_grpc.BackendServiceServicer):
         )
 
 
-def _state(backend: DiffusionBackend) -> backend_pb2.BackendState.ValueType:
+def _state(backend: BackendCore) -> backend_pb2.BackendState.ValueType:
     return cast(backend_pb2.BackendState.ValueType, backend.state.value + 1)
 
 

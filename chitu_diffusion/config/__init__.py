@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,13 +48,16 @@ def load(overrides: Sequence[str] = (), config_name: str = "wan") -> Config:
         raise ConfigError(_explain(error, overrides)) from error
 
 
-def check(args: DictConfig) -> Config:
-    """Turn a composed tree into a checked `Config`; relative paths become absolute here, once."""
-    # Merging plain values onto the schema refuses keys that hydra's "+key=value" has added.
-    merged = OmegaConf.merge(
-        OmegaConf.structured(Config), cast(Any, OmegaConf.to_container(args, resolve=True))
-    )
-    config = cast(Config, OmegaConf.to_object(merged))
+def check(args: DictConfig | Config | Mapping[str, Any]) -> Config:
+    """Turn a composed tree into a checked `Config`; relative paths become absolute here, once.
+
+    Raises:
+        ConfigError: an unknown key or choice, a value of the wrong type or out of range.
+    """
+    try:
+        config = _typed(args)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_explain(error, ())) from error
     if config.models.ckpt_dir is not None:
         config.models.ckpt_dir = str(Path(config.models.ckpt_dir).expanduser().absolute())
     if "://" not in config.orchestrator.results_url:
@@ -65,6 +68,23 @@ def check(args: DictConfig) -> Config:
     if problems:
         raise ConfigError("; ".join(problems))
     return config
+
+
+def _typed(args: Any) -> Config:
+    if isinstance(args, Config):
+        args = OmegaConf.structured(args)
+    elif isinstance(args, Mapping) and not isinstance(args, DictConfig):
+        args = OmegaConf.create(dict(args))
+    if not isinstance(args, DictConfig):
+        raise ConfigError(
+            f"configuration of type {type(args).__name__}: must be what hydra's compose() or "
+            "chitu_diffusion.config.load() gives"
+        )
+    # Merging plain values onto the schema refuses keys that hydra's "+key=value" has added.
+    merged = OmegaConf.merge(
+        OmegaConf.structured(Config), cast(Any, OmegaConf.to_container(args, resolve=True))
+    )
+    return cast(Config, OmegaConf.to_object(merged))
 
 
 def model_names() -> list[str]:

@@ -12,7 +12,7 @@ from omegaconf import MISSING
 
 MODEL_TYPES = ("wan",)
 SOLVERS = ("unipc", "dpm++", "euler")
-ATTN_TYPES = ("auto", "sdpa", "flash_attn")
+ATTN_TYPES = ("auto", "sdpa", "flash_attn", "sage", "sparge")
 OUTPUT_FORMATS = ("mp4",)
 PRESETS = (
     "ultrafast",
@@ -118,6 +118,27 @@ class ModelConfig:
 
 
 @dataclass
+class DiffusionConfig:
+    """How much memory the models may take."""
+
+    low_mem_level: int = 0
+    """0: all on the device. 1: the VAE tiles. 2: and the text encoder lives on the CPU.
+    3: and the transformers live on the CPU between slices."""
+
+
+@dataclass
+class DistributedConfig:
+    """How a slice is shared: by cfg_size x ulysses_degree x ring_degree ranks of the pool."""
+
+    cfg_size: int = 1
+    """Guidance branches on different ranks: 1 or 2."""
+    ulysses_degree: int = 1
+    """Ranks that exchange heads for sequence around attention; divides the number of heads."""
+    ring_degree: int = 1
+    """Ranks that pass keys and values round."""
+
+
+@dataclass
 class InferConfig:
     """How the models run."""
 
@@ -126,9 +147,11 @@ class InferConfig:
     dtype: str = "auto"
     """Of the transformer: "auto" (bfloat16 on CUDA, float32 on CPU), "float32", "bfloat16"."""
     attn_type: str = "auto"
-    """Self-attention back end: "auto", "sdpa", "flash_attn"."""
+    """Self-attention back end: "auto", "sdpa", "flash_attn", "sage", "sparge"."""
     num_threads: int = 0
     """CPU threads of a model host; 0 = one per core."""
+    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    """How much memory the models may take."""
 
 
 @dataclass
@@ -199,6 +222,8 @@ class OrchestratorConfig:
     """Ended tasks that are kept; the oldest are deleted with their files."""
     slice_steps: int = 0
     """Denoise steps in a slice; 0 = all steps of the task."""
+    connect_timeout_s: float = 0.0
+    """Seconds to wait for the model hosts at start-up; 0 = as long as it takes."""
 
 
 @dataclass
@@ -209,6 +234,8 @@ class Config:
     """The model."""
     infer: InferConfig = field(default_factory=InferConfig)
     """How the models run."""
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    """How the ranks of the DiT pool share a slice."""
     services: ServicesConfig = field(default_factory=ServicesConfig)
     """The model hosts."""
     orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)

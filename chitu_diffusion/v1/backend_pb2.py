@@ -23,42 +23,43 @@ _sym_db = _symbol_database.Default()
 
 
 from chitu_diffusion.v1 import component_pb2 as chitu__diffusion_dot_v1_dot_component__pb2
+from chitu_diffusion.v1 import dit_pb2 as chitu__diffusion_dot_v1_dot_dit__pb2
 from chitu_diffusion.v1 import generation_pb2 as chitu__diffusion_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n chitu_diffusion/v1/backend.proto\x12\x12\x63hitu_diffusion.v1\x1a\"chitu_diffusion/v1/component.proto\x1a#chitu_diffusion/v1/generation.proto\"\x13\n\x11GetBackendRequest\"\x8c\x02\n\x12GetBackendResponse\x12/\n\x05state\x18\x01 \x01(\x0e\x32 .chitu_diffusion.v1.BackendState\x12\x31\n\ncomponents\x18\x02 \x03(\x0b\x32\x1d.chitu_diffusion.v1.Component\x12\x31\n\x06memory\x18\x03 \x03(\x0b\x32!.chitu_diffusion.v1.ProcessMemory\x12\x0f\n\x07\x63p_size\x18\x04 \x01(\x05\x12\x10\n\x08\x63\x66g_size\x18\x05 \x01(\x05\x12\x14\n\x0cqueued_tasks\x18\x06 \x01(\x05\x12\x15\n\rrunning_tasks\x18\x07 \x01(\x05\x12\x0f\n\x07version\x18\x08 \x01(\t\"\x15\n\x13StartBackendRequest\"G\n\x14StartBackendResponse\x12/\n\x05state\x18\x01 \x01(\x0e\x32 .chitu_diffusion.v1.BackendState\"/\n\x17TerminateBackendRequest\x12\x14\n\x0c\x63\x61ncel_tasks\x18\x01 \x01(\x08\"K\n\x18TerminateBackendResponse\x12/\n\x05state\x18\x01 \x01(\x0e\x32 .chitu_diffusion.v1.BackendState\"7\n\x17OffloadComponentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\"L\n\x18OffloadComponentResponse\x12\x30\n\tcomponent\x18\x01 \x01(\x0b\x32\x1d.chitu_diffusion.v1.Component\"\x13\n\x11ListModelsRequest\"?\n\x12ListModelsResponse\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.chitu_diffusion.v1.Model\"\xda\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x64\x65\x66\x61ult\x18\x02 \x01(\x08\x12\x36\n\x08\x64\x65\x66\x61ults\x18\x03 \x01(\x0b\x32$.chitu_diffusion.v1.GenerationParams\x12\x13\n\x0btwo_experts\x18\x04 \x01(\x08\x12\x10\n\x08text_len\x18\x05 \x01(\x05\x12*\n\x06limits\x18\x06 \x01(\x0b\x32\x1a.chitu_diffusion.v1.Limits\x12\x0f\n\x07solvers\x18\x07 \x03(\t\x12\x16\n\x0eoutput_formats\x18\x08 \x03(\t\"\x89\x01\n\x06Limits\x12\x16\n\x0emax_num_frames\x18\x01 \x01(\x05\x12\x12\n\nmax_pixels\x18\x02 \x01(\x03\x12\x18\n\x10max_pixel_frames\x18\x03 \x01(\x03\x12\x1f\n\x17max_num_inference_steps\x18\x04 \x01(\x05\x12\x18\n\x10max_prompt_chars\x18\x05 \x01(\x05*\xa6\x01\n\x0c\x42\x61\x63kendState\x12\x1d\n\x19\x42\x41\x43KEND_STATE_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x42\x41\x43KEND_STATE_UNINITIALIZED\x10\x01\x12\x1d\n\x19\x42\x41\x43KEND_STATE_INITIALIZED\x10\x02\x12\x19\n\x15\x42\x41\x43KEND_STATE_RUNNING\x10\x03\x12\x1c\n\x18\x42\x41\x43KEND_STATE_TERMINATED\x10\x04\x32\x8b\x04\n\x0e\x42\x61\x63kendService\x12[\n\nGetBackend\x12%.chitu_diffusion.v1.GetBackendRequest\x1a&.chitu_diffusion.v1.GetBackendResponse\x12\x61\n\x0cStartBackend\x12\'.chitu_diffusion.v1.StartBackendRequest\x1a(.chitu_diffusion.v1.StartBackendResponse\x12m\n\x10TerminateBackend\x12+.chitu_diffusion.v1.TerminateBackendRequest\x1a,.chitu_diffusion.v1.TerminateBackendResponse\x12m\n\x10OffloadComponent\x12+.chitu_diffusion.v1.OffloadComponentRequest\x1a,.chitu_diffusion.v1.OffloadComponentResponse\x12[\n\nListModels\x12%.chitu_diffusion.v1.ListModelsRequest\x1a&.chitu_diffusion.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n chitu_diffusion/v1/backend.proto\x12\x12\x63hitu_diffusion.v1\x1a\"chitu_diffusion/v1/component.proto\x1a\x1c\x63hitu_diffusion/v1/dit.proto\x1a#chitu_diffusion/v1/generation.proto\"\x13\n\x11GetBackendRequest\"\xd7\x02\n\x12GetBackendResponse\x12/\n\x05state\x18\x01 \x01(\x0e\x32 .chitu_diffusion.v1.BackendState\x12\x31\n\ncomponents\x18\x02 \x03(\x0b\x32\x1d.chitu_diffusion.v1.Component\x12\x31\n\x06memory\x18\x03 \x03(\x0b\x32!.chitu_diffusion.v1.ProcessMemory\x12\x0f\n\x07\x63p_size\x18\x04 \x01(\x05\x12\x10\n\x08\x63\x66g_size\x18\x05 \x01(\x05\x12\x14\n\x0cqueued_tasks\x18\x06 \x01(\x05\x12\x15\n\rrunning_tasks\x18\x07 \x01(\x05\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x11\n\tattn_type\x18\t \x01(\t\x12\x36\n\tflexcache\x18\n \x01(\x0b\x32#.chitu_diffusion.v1.FlexCacheStatus\"\x15\n\x13StartBackendRequest\"G\n\x14StartBackendResponse\x12/\n\x05state\x18\x01 \x01(\x0e\x32 .chitu_diffusion.v1.BackendState\"/\n\x17TerminateBackendRequest\x12\x14\n\x0c\x63\x61ncel_tasks\x18\x01 \x01(\x08\"K\n\x18TerminateBackendResponse\x12/\n\x05state\x18\x01 \x01(\x0e\x32 .chitu_diffusion.v1.BackendState\"7\n\x17OffloadComponentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\"L\n\x18OffloadComponentResponse\x12\x30\n\tcomponent\x18\x01 \x01(\x0b\x32\x1d.chitu_diffusion.v1.Component\"\x13\n\x11ListModelsRequest\"?\n\x12ListModelsResponse\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.chitu_diffusion.v1.Model\"\xda\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x64\x65\x66\x61ult\x18\x02 \x01(\x08\x12\x36\n\x08\x64\x65\x66\x61ults\x18\x03 \x01(\x0b\x32$.chitu_diffusion.v1.GenerationParams\x12\x13\n\x0btwo_experts\x18\x04 \x01(\x08\x12\x10\n\x08text_len\x18\x05 \x01(\x05\x12*\n\x06limits\x18\x06 \x01(\x0b\x32\x1a.chitu_diffusion.v1.Limits\x12\x0f\n\x07solvers\x18\x07 \x03(\t\x12\x16\n\x0eoutput_formats\x18\x08 \x03(\t\"\x89\x01\n\x06Limits\x12\x16\n\x0emax_num_frames\x18\x01 \x01(\x05\x12\x12\n\nmax_pixels\x18\x02 \x01(\x03\x12\x18\n\x10max_pixel_frames\x18\x03 \x01(\x03\x12\x1f\n\x17max_num_inference_steps\x18\x04 \x01(\x05\x12\x18\n\x10max_prompt_chars\x18\x05 \x01(\x05*\xa6\x01\n\x0c\x42\x61\x63kendState\x12\x1d\n\x19\x42\x41\x43KEND_STATE_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x42\x41\x43KEND_STATE_UNINITIALIZED\x10\x01\x12\x1d\n\x19\x42\x41\x43KEND_STATE_INITIALIZED\x10\x02\x12\x19\n\x15\x42\x41\x43KEND_STATE_RUNNING\x10\x03\x12\x1c\n\x18\x42\x41\x43KEND_STATE_TERMINATED\x10\x04\x32\x8b\x04\n\x0e\x42\x61\x63kendService\x12[\n\nGetBackend\x12%.chitu_diffusion.v1.GetBackendRequest\x1a&.chitu_diffusion.v1.GetBackendResponse\x12\x61\n\x0cStartBackend\x12\'.chitu_diffusion.v1.StartBackendRequest\x1a(.chitu_diffusion.v1.StartBackendResponse\x12m\n\x10TerminateBackend\x12+.chitu_diffusion.v1.TerminateBackendRequest\x1a,.chitu_diffusion.v1.TerminateBackendResponse\x12m\n\x10OffloadComponent\x12+.chitu_diffusion.v1.OffloadComponentRequest\x1a,.chitu_diffusion.v1.OffloadComponentResponse\x12[\n\nListModels\x12%.chitu_diffusion.v1.ListModelsRequest\x1a&.chitu_diffusion.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'chitu_diffusion.v1.backend_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BACKENDSTATE']._serialized_start=1226
-  _globals['_BACKENDSTATE']._serialized_end=1392
-  _globals['_GETBACKENDREQUEST']._serialized_start=129
-  _globals['_GETBACKENDREQUEST']._serialized_end=148
-  _globals['_GETBACKENDRESPONSE']._serialized_start=151
-  _globals['_GETBACKENDRESPONSE']._serialized_end=419
-  _globals['_STARTBACKENDREQUEST']._serialized_start=421
-  _globals['_STARTBACKENDREQUEST']._serialized_end=442
-  _globals['_STARTBACKENDRESPONSE']._serialized_start=444
-  _globals['_STARTBACKENDRESPONSE']._serialized_end=515
-  _globals['_TERMINATEBACKENDREQUEST']._serialized_start=517
-  _globals['_TERMINATEBACKENDREQUEST']._serialized_end=564
-  _globals['_TERMINATEBACKENDRESPONSE']._serialized_start=566
-  _globals['_TERMINATEBACKENDRESPONSE']._serialized_end=641
-  _globals['_OFFLOADCOMPONENTREQUEST']._serialized_start=643
-  _globals['_OFFLOADCOMPONENTREQUEST']._serialized_end=698
-  _globals['_OFFLOADCOMPONENTRESPONSE']._serialized_start=700
-  _globals['_OFFLOADCOMPONENTRESPONSE']._serialized_end=776
-  _globals['_LISTMODELSREQUEST']._serialized_start=778
-  _globals['_LISTMODELSREQUEST']._serialized_end=797
-  _globals['_LISTMODELSRESPONSE']._serialized_start=799
-  _globals['_LISTMODELSRESPONSE']._serialized_end=862
-  _globals['_MODEL']._serialized_start=865
-  _globals['_MODEL']._serialized_end=1083
-  _globals['_LIMITS']._serialized_start=1086
-  _globals['_LIMITS']._serialized_end=1223
-  _globals['_BACKENDSERVICE']._serialized_start=1395
-  _globals['_BACKENDSERVICE']._serialized_end=1918
+  _globals['_BACKENDSTATE']._serialized_start=1331
+  _globals['_BACKENDSTATE']._serialized_end=1497
+  _globals['_GETBACKENDREQUEST']._serialized_start=159
+  _globals['_GETBACKENDREQUEST']._serialized_end=178
+  _globals['_GETBACKENDRESPONSE']._serialized_start=181
+  _globals['_GETBACKENDRESPONSE']._serialized_end=524
+  _globals['_STARTBACKENDREQUEST']._serialized_start=526
+  _globals['_STARTBACKENDREQUEST']._serialized_end=547
+  _globals['_STARTBACKENDRESPONSE']._serialized_start=549
+  _globals['_STARTBACKENDRESPONSE']._serialized_end=620
+  _globals['_TERMINATEBACKENDREQUEST']._serialized_start=622
+  _globals['_TERMINATEBACKENDREQUEST']._serialized_end=669
+  _globals['_TERMINATEBACKENDRESPONSE']._serialized_start=671
+  _globals['_TERMINATEBACKENDRESPONSE']._serialized_end=746
+  _globals['_OFFLOADCOMPONENTREQUEST']._serialized_start=748
+  _globals['_OFFLOADCOMPONENTREQUEST']._serialized_end=803
+  _globals['_OFFLOADCOMPONENTRESPONSE']._serialized_start=805
+  _globals['_OFFLOADCOMPONENTRESPONSE']._serialized_end=881
+  _globals['_LISTMODELSREQUEST']._serialized_start=883
+  _globals['_LISTMODELSREQUEST']._serialized_end=902
+  _globals['_LISTMODELSRESPONSE']._serialized_start=904
+  _globals['_LISTMODELSRESPONSE']._serialized_end=967
+  _globals['_MODEL']._serialized_start=970
+  _globals['_MODEL']._serialized_end=1188
+  _globals['_LIMITS']._serialized_start=1191
+  _globals['_LIMITS']._serialized_end=1328
+  _globals['_BACKENDSERVICE']._serialized_start=1500
+  _globals['_BACKENDSERVICE']._serialized_end=2023
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,7 @@ isort:skip_file
 The backend behind the public door: its state, its components, its models."""
 
 from chitu_diffusion.v1 import component_pb2 as _component_pb2
+from chitu_diffusion.v1 import dit_pb2 as _dit_pb2
 from chitu_diffusion.v1 import generation_pb2 as _generation_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
@@ -84,25 +85,33 @@ class GetBackendResponse(_message.Message):
     QUEUED_TASKS_FIELD_NUMBER: _builtins.int
     RUNNING_TASKS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    ATTN_TYPE_FIELD_NUMBER: _builtins.int
+    FLEXCACHE_FIELD_NUMBER: _builtins.int
     state: Global___BackendState.ValueType
     """Its state."""
     cp_size: _builtins.int
-    """Context-parallel size of the DiT pool."""
+    """Context-parallel size of the DiT pool; 0 when it does not answer."""
     cfg_size: _builtins.int
-    """Guidance-parallel size of the DiT pool."""
+    """Guidance-parallel size of the DiT pool; 0 when it does not answer."""
     queued_tasks: _builtins.int
     """Tasks waiting."""
     running_tasks: _builtins.int
     """Tasks running."""
     version: _builtins.str
     """Version of the software."""
+    attn_type: _builtins.str
+    """Attention back end of the DiT pool; empty when it does not answer."""
     @_builtins.property
     def components(self) -> _containers.RepeatedCompositeFieldContainer[_component_pb2.Component]:
         """Each component of each service."""
 
     @_builtins.property
     def memory(self) -> _containers.RepeatedCompositeFieldContainer[_component_pb2.ProcessMemory]:
-        """Memory of each process."""
+        """Memory of each process, once each."""
+
+    @_builtins.property
+    def flexcache(self) -> _dit_pb2.FlexCacheStatus:
+        """Feature reuse of the DiT pool; absent = every step is computed, or it does not answer."""
 
     def __init__(
         self,
@@ -115,10 +124,12 @@ class GetBackendResponse(_message.Message):
         queued_tasks: _builtins.int = ...,
         running_tasks: _builtins.int = ...,
         version: _builtins.str = ...,
+        attn_type: _builtins.str = ...,
+        flexcache: _dit_pb2.FlexCacheStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["flexcache", b"flexcache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cfg_size", b"cfg_size", "components", b"components", "cp_size", b"cp_size", "memory", b"memory", "queued_tasks", b"queued_tasks", "running_tasks", b"running_tasks", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attn_type", b"attn_type", "cfg_size", b"cfg_size", "components", b"components", "cp_size", b"cp_size", "flexcache", b"flexcache", "memory", b"memory", "queued_tasks", b"queued_tasks", "running_tasks", b"running_tasks", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -103,7 +103,7 @@ class BackendServiceServicer:
     def OffloadComponent(self, request, context):
         """Moves a component between the accelerator and host memory, wherever it is hosted.
 
-        Errors: as ComponentService.MoveComponent.
+        Errors: as ComponentService.MoveComponent; UNAVAILABLE also when a host does not answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -58,7 +58,7 @@ class BackendServiceStub:
     OffloadComponent: _grpc.UnaryUnaryMultiCallable[_backend_pb2.OffloadComponentRequest, _backend_pb2.OffloadComponentResponse]
     """Moves a component between the accelerator and host memory, wherever it is hosted.
 
-    Errors: as ComponentService.MoveComponent.
+    Errors: as ComponentService.MoveComponent; UNAVAILABLE also when a host does not answer.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_backend_pb2.ListModelsRequest, _backend_pb2.ListModelsResponse]
     """Lists the models this server can generate with, with their defaults and limits.
@@ -96,7 +96,7 @@ class BackendServiceAsyncStub(BackendServiceStub):
     OffloadComponent: _aio.UnaryUnaryMultiCallable[_backend_pb2.OffloadComponentRequest, _backend_pb2.OffloadComponentResponse]  # type: ignore[assignment]
     """Moves a component between the accelerator and host memory, wherever it is hosted.
 
-    Errors: as ComponentService.MoveComponent.
+    Errors: as ComponentService.MoveComponent; UNAVAILABLE also when a host does not answer.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_backend_pb2.ListModelsRequest, _backend_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the models this server can generate with, with their defaults and limits.
@@ -155,7 +155,7 @@ class BackendServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_backend_pb2.OffloadComponentResponse, _abc.Awaitable[_backend_pb2.OffloadComponentResponse]]:
         """Moves a component between the accelerator and host memory, wherever it is hosted.
 
-        Errors: as ComponentService.MoveComponent.
+        Errors: as ComponentService.MoveComponent; UNAVAILABLE also when a host does not answer.
         """
 
     @_abc_1.abstractmethod

@@ -24,29 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"chitu_diffusion/v1/component.proto\x12\x12\x63hitu_diffusion.v1\"\xcc\x01\n\tComponent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x31\n\x05state\x18\x03 \x01(\x0e\x32\".chitu_diffusion.v1.ComponentState\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x17\n\x0fparameter_count\x18\x06 \x01(\x03\x12\x14\n\x0cweight_bytes\x18\x07 \x01(\x03\x12\x11\n\tattn_type\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\t \x01(\t\"\x99\x01\n\rProcessMemory\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x11\n\trss_bytes\x18\x02 \x01(\x03\x12\x16\n\x0epeak_rss_bytes\x18\x03 \x01(\x03\x12\x17\n\x0f\x61llocated_bytes\x18\x04 \x01(\x03\x12\x16\n\x0ereserved_bytes\x18\x05 \x01(\x03\x12\x1b\n\x13max_allocated_bytes\x18\x06 \x01(\x03\"p\n\x0bStageReport\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\x16\n\x0ewaited_seconds\x18\x02 \x01(\x01\x12\x19\n\x11peak_memory_bytes\x18\x03 \x01(\x03\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\"\x16\n\x14GetComponentsRequest\"\x8e\x01\n\x15GetComponentsResponse\x12\x31\n\ncomponents\x18\x01 \x03(\x0b\x32\x1d.chitu_diffusion.v1.Component\x12\x31\n\x06memory\x18\x02 \x03(\x0b\x32!.chitu_diffusion.v1.ProcessMemory\x12\x0f\n\x07version\x18\x03 \x01(\t\"4\n\x14MoveComponentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\"I\n\x15MoveComponentResponse\x12\x30\n\tcomponent\x18\x01 \x01(\x0b\x32\x1d.chitu_diffusion.v1.Component*\xa3\x01\n\x0e\x43omponentState\x12\x1f\n\x1b\x43OMPONENT_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43OMPONENT_STATE_LOADING\x10\x01\x12\x19\n\x15\x43OMPONENT_STATE_READY\x10\x02\x12\x1a\n\x16\x43OMPONENT_STATE_FAILED\x10\x03\x12\x1c\n\x18\x43OMPONENT_STATE_DRAINING\x10\x04\x32\xde\x01\n\x10\x43omponentService\x12\x64\n\rGetComponents\x12(.chitu_diffusion.v1.GetComponentsRequest\x1a).chitu_diffusion.v1.GetComponentsResponse\x12\x64\n\rMoveComponent\x12(.chitu_diffusion.v1.MoveComponentRequest\x1a).chitu_diffusion.v1.MoveComponentResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"chitu_diffusion/v1/component.proto\x12\x12\x63hitu_diffusion.v1\"\xcc\x01\n\tComponent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x31\n\x05state\x18\x03 \x01(\x0e\x32\".chitu_diffusion.v1.ComponentState\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x17\n\x0fparameter_count\x18\x06 \x01(\x03\x12\x14\n\x0cweight_bytes\x18\x07 \x01(\x03\x12\x11\n\tattn_type\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\t \x01(\t\"\xb4\x01\n\rProcessMemory\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x11\n\trss_bytes\x18\x02 \x01(\x03\x12\x16\n\x0epeak_rss_bytes\x18\x03 \x01(\x03\x12\x17\n\x0f\x61llocated_bytes\x18\x04 \x01(\x03\x12\x16\n\x0ereserved_bytes\x18\x05 \x01(\x03\x12\x1b\n\x13max_allocated_bytes\x18\x06 \x01(\x03\x12\x0b\n\x03pid\x18\x07 \x01(\x05\x12\x0c\n\x04host\x18\x08 \x01(\t\"p\n\x0bStageReport\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\x16\n\x0ewaited_seconds\x18\x02 \x01(\x01\x12\x19\n\x11peak_memory_bytes\x18\x03 \x01(\x03\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\"\x16\n\x14GetComponentsRequest\"\x8e\x01\n\x15GetComponentsResponse\x12\x31\n\ncomponents\x18\x01 \x03(\x0b\x32\x1d.chitu_diffusion.v1.Component\x12\x31\n\x06memory\x18\x02 \x03(\x0b\x32!.chitu_diffusion.v1.ProcessMemory\x12\x0f\n\x07version\x18\x03 \x01(\t\"4\n\x14MoveComponentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\"I\n\x15MoveComponentResponse\x12\x30\n\tcomponent\x18\x01 \x01(\x0b\x32\x1d.chitu_diffusion.v1.Component*\xa3\x01\n\x0e\x43omponentState\x12\x1f\n\x1b\x43OMPONENT_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43OMPONENT_STATE_LOADING\x10\x01\x12\x19\n\x15\x43OMPONENT_STATE_READY\x10\x02\x12\x1a\n\x16\x43OMPONENT_STATE_FAILED\x10\x03\x12\x1c\n\x18\x43OMPONENT_STATE_DRAINING\x10\x04\x32\xde\x01\n\x10\x43omponentService\x12\x64\n\rGetComponents\x12(.chitu_diffusion.v1.GetComponentsRequest\x1a).chitu_diffusion.v1.GetComponentsResponse\x12\x64\n\rMoveComponent\x12(.chitu_diffusion.v1.MoveComponentRequest\x1a).chitu_diffusion.v1.MoveComponentResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'chitu_diffusion.v1.component_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_COMPONENTSTATE']._serialized_start=834
-  _globals['_COMPONENTSTATE']._serialized_end=997
+  _globals['_COMPONENTSTATE']._serialized_start=861
+  _globals['_COMPONENTSTATE']._serialized_end=1024
   _globals['_COMPONENT']._serialized_start=59
   _globals['_COMPONENT']._serialized_end=263
   _globals['_PROCESSMEMORY']._serialized_start=266
-  _globals['_PROCESSMEMORY']._serialized_end=419
-  _globals['_STAGEREPORT']._serialized_start=421
-  _globals['_STAGEREPORT']._serialized_end=533
-  _globals['_GETCOMPONENTSREQUEST']._serialized_start=535
-  _globals['_GETCOMPONENTSREQUEST']._serialized_end=557
-  _globals['_GETCOMPONENTSRESPONSE']._serialized_start=560
-  _globals['_GETCOMPONENTSRESPONSE']._serialized_end=702
-  _globals['_MOVECOMPONENTREQUEST']._serialized_start=704
-  _globals['_MOVECOMPONENTREQUEST']._serialized_end=756
-  _globals['_MOVECOMPONENTRESPONSE']._serialized_start=758
-  _globals['_MOVECOMPONENTRESPONSE']._serialized_end=831
-  _globals['_COMPONENTSERVICE']._serialized_start=1000
-  _globals['_COMPONENTSERVICE']._serialized_end=1222
+  _globals['_PROCESSMEMORY']._serialized_end=446
+  _globals['_STAGEREPORT']._serialized_start=448
+  _globals['_STAGEREPORT']._serialized_end=560
+  _globals['_GETCOMPONENTSREQUEST']._serialized_start=562
+  _globals['_GETCOMPONENTSREQUEST']._serialized_end=584
+  _globals['_GETCOMPONENTSRESPONSE']._serialized_start=587
+  _globals['_GETCOMPONENTSRESPONSE']._serialized_end=729
+  _globals['_MOVECOMPONENTREQUEST']._serialized_start=731
+  _globals['_MOVECOMPONENTREQUEST']._serialized_end=783
+  _globals['_MOVECOMPONENTRESPONSE']._serialized_start=785
+  _globals['_MOVECOMPONENTRESPONSE']._serialized_end=858
+  _globals['_COMPONENTSERVICE']._serialized_start=1027
+  _globals['_COMPONENTSERVICE']._serialized_end=1249
 # @@protoc_insertion_point(module_scope)

@@ -73,7 +73,7 @@ class Component(_message.Message):
     state: Global___ComponentState.ValueType
     """Whether it can work."""
     device: _builtins.str
-    """Where its weights live: "cpu", "cuda:0"."""
+    """Where its weights live now: "cpu", "cuda:0"."""
     dtype: _builtins.str
     """Compute type: "float32", "bfloat16"."""
     parameter_count: _builtins.int
@@ -117,6 +117,8 @@ class ProcessMemory(_message.Message):
     ALLOCATED_BYTES_FIELD_NUMBER: _builtins.int
     RESERVED_BYTES_FIELD_NUMBER: _builtins.int
     MAX_ALLOCATED_BYTES_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     process: _builtins.str
     """Which process, e.g. "encoder" or "dit rank 0"."""
     rss_bytes: _builtins.int
@@ -129,6 +131,10 @@ class ProcessMemory(_message.Message):
     """Accelerator bytes held by the allocator; 0 without one."""
     max_allocated_bytes: _builtins.int
     """Highest `allocated_bytes` so far."""
+    pid: _builtins.int
+    """Process id, and the host it is on: services that share a process report it once each."""
+    host: _builtins.str
+    """Host name."""
     def __init__(
         self,
         *,
@@ -138,10 +144,12 @@ class ProcessMemory(_message.Message):
         allocated_bytes: _builtins.int = ...,
         reserved_bytes: _builtins.int = ...,
         max_allocated_bytes: _builtins.int = ...,
+        pid: _builtins.int = ...,
+        host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated_bytes", b"allocated_bytes", "max_allocated_bytes", b"max_allocated_bytes", "peak_rss_bytes", b"peak_rss_bytes", "process", b"process", "reserved_bytes", b"reserved_bytes", "rss_bytes", b"rss_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated_bytes", b"allocated_bytes", "host", b"host", "max_allocated_bytes", b"max_allocated_bytes", "peak_rss_bytes", b"peak_rss_bytes", "pid", b"pid", "process", b"process", "reserved_bytes", b"reserved_bytes", "rss_bytes", b"rss_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -65,11 +65,16 @@ class ComponentServiceServicer:
         """Moves one component between the accelerator and host memory. Waits for work in progress on it.
         Moving a component to where it already is changes nothing.
 
+        Text encoder and VAE work where they live: on "cpu" they are slower and take no accelerator memory.
+        A transformer that lives on "cpu" is brought to the accelerator for each slice that needs it, and
+        goes back after it.
+
         Errors:
-        NOT_FOUND            no component of that name here. Retry: no.
-        FAILED_PRECONDITION  the device does not exist on this host. Retry: no.
-        RESOURCE_EXHAUSTED   it does not fit on the device; it stays where it was. Retry: after freeing memory.
-        UNIMPLEMENTED        this host cannot move components. Retry: no.
+        INVALID_ARGUMENT    target is neither "cpu" nor "device". Retry: no.
+        NOT_FOUND           no component of that name here. Retry: no.
+        RESOURCE_EXHAUSTED  it does not fit on the device; it stays where it was. Retry: after freeing memory.
+        UNAVAILABLE         weights are loading, or the process is shutting down. Retry: yes, RetryInfo.
+        Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

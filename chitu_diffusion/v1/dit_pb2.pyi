@@ -672,3 +672,252 @@ class DenoiseDone(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DenoiseDone: _TypeAlias = DenoiseDone  # noqa: Y015
+
+@_typing.final
+class ForwardRequest(_message.Message):
+    """One message from the caller."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    TENSOR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start(self) -> Global___ForwardStart:
+        """First message."""
+
+    @_builtins.property
+    def tensor(self) -> _tensor_pb2.TensorPart:
+        """A part of a tensor."""
+
+    def __init__(
+        self,
+        *,
+        start: Global___ForwardStart | None = ...,
+        tensor: _tensor_pb2.TensorPart | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "start", b"start", "tensor", b"tensor"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "start", b"start", "tensor", b"tensor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["start", "tensor"]  # noqa: Y015
+    _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
+
+Global___ForwardRequest: _TypeAlias = ForwardRequest  # noqa: Y015
+
+@_typing.final
+class ForwardStart(_message.Message):
+    """Opens a forward."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPONENT_FIELD_NUMBER: _builtins.int
+    TIMESTEP_FIELD_NUMBER: _builtins.int
+    ATTN_TYPE_FIELD_NUMBER: _builtins.int
+    component: _builtins.str
+    """Which transformer, as in Component.name: "transformer" or "transformer_2"."""
+    timestep: _builtins.float
+    """Value given to the transformer, 0 to 1000."""
+    attn_type: _builtins.str
+    """Attention back end; empty = the pool's own."""
+    def __init__(
+        self,
+        *,
+        component: _builtins.str = ...,
+        timestep: _builtins.float = ...,
+        attn_type: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attn_type", b"attn_type", "component", b"component", "timestep", b"timestep"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForwardStart: _TypeAlias = ForwardStart  # noqa: Y015
+
+@_typing.final
+class ForwardResponse(_message.Message):
+    """One message from the pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSOR_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tensor(self) -> _tensor_pb2.TensorPart:
+        """A part of the velocity."""
+
+    @_builtins.property
+    def done(self) -> Global___ForwardDone:
+        """Closes the answer."""
+
+    def __init__(
+        self,
+        *,
+        tensor: _tensor_pb2.TensorPart | None = ...,
+        done: Global___ForwardDone | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "response", b"response", "tensor", b"tensor"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "response", b"response", "tensor", b"tensor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_response: _TypeAlias = _typing.Literal["tensor", "done"]  # noqa: Y015
+    _WhichOneofArgType_response: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_response) -> _WhichOneofReturnType_response | None: ...
+
+Global___ForwardResponse: _TypeAlias = ForwardResponse  # noqa: Y015
+
+@_typing.final
+class ForwardDone(_message.Message):
+    """Closes a forward."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTN_TYPE_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    attn_type: _builtins.str
+    """Attention back end that ran."""
+    @_builtins.property
+    def report(self) -> _component_pb2.StageReport:
+        """Time and memory."""
+
+    def __init__(
+        self,
+        *,
+        attn_type: _builtins.str = ...,
+        report: _component_pb2.StageReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attn_type", b"attn_type", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForwardDone: _TypeAlias = ForwardDone  # noqa: Y015
+
+@_typing.final
+class GetPoolRequest(_message.Message):
+    """Asks for the pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPoolRequest: _TypeAlias = GetPoolRequest  # noqa: Y015
+
+@_typing.final
+class GetPoolResponse(_message.Message):
+    """The pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    ATTN_TYPE_FIELD_NUMBER: _builtins.int
+    FLEXCACHE_FIELD_NUMBER: _builtins.int
+    attn_type: _builtins.str
+    """Attention back end of a slice that names none."""
+    @_builtins.property
+    def layout(self) -> Global___Layout:
+        """Layout of a slice that names none."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolRank]:
+        """Every rank, in order."""
+
+    @_builtins.property
+    def flexcache(self) -> Global___FlexCacheStatus:
+        """Feature reuse of a slice that names none; absent = every step is computed."""
+
+    def __init__(
+        self,
+        *,
+        layout: Global___Layout | None = ...,
+        ranks: _abc.Iterable[Global___PoolRank] | None = ...,
+        attn_type: _builtins.str = ...,
+        flexcache: Global___FlexCacheStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["flexcache", b"flexcache", "layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attn_type", b"attn_type", "flexcache", b"flexcache", "layout", b"layout", "ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPoolResponse: _TypeAlias = GetPoolResponse  # noqa: Y015
+
+@_typing.final
+class PoolRank(_message.Message):
+    """One process of the pool with one device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    CFG_RANK_FIELD_NUMBER: _builtins.int
+    CP_RANK_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Its number, from 0."""
+    cfg_rank: _builtins.int
+    """Its guidance branch, 0 to cfg_size - 1."""
+    cp_rank: _builtins.int
+    """Its part of the sequence, 0 to cp_size - 1."""
+    host: _builtins.str
+    """Host name."""
+    pid: _builtins.int
+    """Process id."""
+    device: _builtins.str
+    """"cpu", "cuda:0"."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        cfg_rank: _builtins.int = ...,
+        cp_rank: _builtins.int = ...,
+        host: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        device: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cfg_rank", b"cfg_rank", "cp_rank", b"cp_rank", "device", b"device", "host", b"host", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolRank: _TypeAlias = PoolRank  # noqa: Y015
+
+@_typing.final
+class FlexCacheStatus(_message.Message):
+    """Feature reuse as it stands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARAMS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    memory_bytes: _builtins.int
+    """Bytes of features that are kept, over all ranks."""
+    @_builtins.property
+    def params(self) -> Global___FlexCacheParams:
+        """Strategy and its parameters."""
+
+    def __init__(
+        self,
+        *,
+        params: Global___FlexCacheParams | None = ...,
+        memory_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "params", b"params"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlexCacheStatus: _TypeAlias = FlexCacheStatus  # noqa: Y015

@@ -45,6 +45,16 @@ class DitServiceStub:
                 request_serializer=chitu__diffusion_dot_v1_dot_dit__pb2.DenoiseRequest.SerializeToString,
                 response_deserializer=chitu__diffusion_dot_v1_dot_dit__pb2.DenoiseResponse.FromString,
                 _registered_method=True)
+        self.Forward = channel.stream_stream(
+                '/chitu_diffusion.v1.DitService/Forward',
+                request_serializer=chitu__diffusion_dot_v1_dot_dit__pb2.ForwardRequest.SerializeToString,
+                response_deserializer=chitu__diffusion_dot_v1_dot_dit__pb2.ForwardResponse.FromString,
+                _registered_method=True)
+        self.GetPool = channel.unary_unary(
+                '/chitu_diffusion.v1.DitService/GetPool',
+                request_serializer=chitu__diffusion_dot_v1_dot_dit__pb2.GetPoolRequest.SerializeToString,
+                response_deserializer=chitu__diffusion_dot_v1_dot_dit__pb2.GetPoolResponse.FromString,
+                _registered_method=True)
 
 
 class DitServiceServicer:
@@ -104,6 +114,40 @@ class DitServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Forward(self, request_iterator, context):
+        """Runs one transformer once, without solver, guidance or cache: for tools that look at the model.
+
+        The caller sends ForwardStart, then these tensors in any order, then closes its side:
+        "hidden_states"          (1, channels, latent_frames, latent_height, latent_width)
+        "encoder_hidden_states"  (1, length, text_dim)   length up to the model's text length; rows that
+        are missing up to it are zero
+        of any float type. The pool answers with one tensor "velocity", float32, of the shape of
+        hidden_states, and closes with ForwardDone. Takes a turn between slices.
+
+        Errors:
+        INVALID_ARGUMENT     a timestep outside 0..1000, a tensor of the wrong name, shape, type or with
+        values that are not finite. Retry: no.
+        NOT_FOUND            no such component here. Retry: no.
+        FAILED_PRECONDITION  the attention back end cannot run here. Retry: no.
+        UNAVAILABLE          loading, shutting down, or a rank died. Retry: yes, RetryInfo.
+        RESOURCE_EXHAUSTED   out of memory; all memory of the call was freed. Retry: only smaller.
+        INTERNAL             a rank raised an error, or the result is not finite. Retry: no.
+        Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPool(self, request, context):
+        """Tells the ranks of the pool, and how a slice runs that asks for nothing special.
+        Answers at any time, also while weights load or a long step runs.
+
+        Errors: none of its own. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DitServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -116,6 +160,16 @@ def add_DitServiceServicer_to_server(servicer, server):
                     servicer.Denoise,
                     request_deserializer=chitu__diffusion_dot_v1_dot_dit__pb2.DenoiseRequest.FromString,
                     response_serializer=chitu__diffusion_dot_v1_dot_dit__pb2.DenoiseResponse.SerializeToString,
+            ),
+            'Forward': grpc.stream_stream_rpc_method_handler(
+                    servicer.Forward,
+                    request_deserializer=chitu__diffusion_dot_v1_dot_dit__pb2.ForwardRequest.FromString,
+                    response_serializer=chitu__diffusion_dot_v1_dot_dit__pb2.ForwardResponse.SerializeToString,
+            ),
+            'GetPool': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPool,
+                    request_deserializer=chitu__diffusion_dot_v1_dot_dit__pb2.GetPoolRequest.FromString,
+                    response_serializer=chitu__diffusion_dot_v1_dot_dit__pb2.GetPoolResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -173,6 +227,60 @@ class DitService:
             '/chitu_diffusion.v1.DitService/Denoise',
             chitu__diffusion_dot_v1_dot_dit__pb2.DenoiseRequest.SerializeToString,
             chitu__diffusion_dot_v1_dot_dit__pb2.DenoiseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forward(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/chitu_diffusion.v1.DitService/Forward',
+            chitu__diffusion_dot_v1_dot_dit__pb2.ForwardRequest.SerializeToString,
+            chitu__diffusion_dot_v1_dot_dit__pb2.ForwardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/chitu_diffusion.v1.DitService/GetPool',
+            chitu__diffusion_dot_v1_dot_dit__pb2.GetPoolRequest.SerializeToString,
+            chitu__diffusion_dot_v1_dot_dit__pb2.GetPoolResponse.FromString,
             options,
             channel_credentials,
             insecure,

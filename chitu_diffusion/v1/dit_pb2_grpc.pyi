@@ -78,6 +78,32 @@ class DitServiceStub:
       INTERNAL             a rank raised an error, or the result is not finite. Retry: no.
     Not idempotent on the state the pool holds; safe to repeat from noise or from a checkpoint.
     """
+    Forward: _grpc.StreamStreamMultiCallable[_dit_pb2.ForwardRequest, _dit_pb2.ForwardResponse]
+    """Runs one transformer once, without solver, guidance or cache: for tools that look at the model.
+
+    The caller sends ForwardStart, then these tensors in any order, then closes its side:
+      "hidden_states"          (1, channels, latent_frames, latent_height, latent_width)
+      "encoder_hidden_states"  (1, length, text_dim)   length up to the model's text length; rows that
+                                                       are missing up to it are zero
+    of any float type. The pool answers with one tensor "velocity", float32, of the shape of
+    hidden_states, and closes with ForwardDone. Takes a turn between slices.
+
+    Errors:
+      INVALID_ARGUMENT     a timestep outside 0..1000, a tensor of the wrong name, shape, type or with
+                           values that are not finite. Retry: no.
+      NOT_FOUND            no such component here. Retry: no.
+      FAILED_PRECONDITION  the attention back end cannot run here. Retry: no.
+      UNAVAILABLE          loading, shutting down, or a rank died. Retry: yes, RetryInfo.
+      RESOURCE_EXHAUSTED   out of memory; all memory of the call was freed. Retry: only smaller.
+      INTERNAL             a rank raised an error, or the result is not finite. Retry: no.
+    Idempotent.
+    """
+    GetPool: _grpc.UnaryUnaryMultiCallable[_dit_pb2.GetPoolRequest, _dit_pb2.GetPoolResponse]
+    """Tells the ranks of the pool, and how a slice runs that asks for nothing special.
+    Answers at any time, also while weights load or a long step runs.
+
+    Errors: none of its own. Idempotent.
+    """
 
 @_typing.type_check_only
 class DitServiceAsyncStub(DitServiceStub):
@@ -128,6 +154,32 @@ class DitServiceAsyncStub(DitServiceStub):
       RESOURCE_EXHAUSTED   out of memory; all memory of the slice was freed. Retry: only smaller.
       INTERNAL             a rank raised an error, or the result is not finite. Retry: no.
     Not idempotent on the state the pool holds; safe to repeat from noise or from a checkpoint.
+    """
+    Forward: _aio.StreamStreamMultiCallable[_dit_pb2.ForwardRequest, _dit_pb2.ForwardResponse]  # type: ignore[assignment]
+    """Runs one transformer once, without solver, guidance or cache: for tools that look at the model.
+
+    The caller sends ForwardStart, then these tensors in any order, then closes its side:
+      "hidden_states"          (1, channels, latent_frames, latent_height, latent_width)
+      "encoder_hidden_states"  (1, length, text_dim)   length up to the model's text length; rows that
+                                                       are missing up to it are zero
+    of any float type. The pool answers with one tensor "velocity", float32, of the shape of
+    hidden_states, and closes with ForwardDone. Takes a turn between slices.
+
+    Errors:
+      INVALID_ARGUMENT     a timestep outside 0..1000, a tensor of the wrong name, shape, type or with
+                           values that are not finite. Retry: no.
+      NOT_FOUND            no such component here. Retry: no.
+      FAILED_PRECONDITION  the attention back end cannot run here. Retry: no.
+      UNAVAILABLE          loading, shutting down, or a rank died. Retry: yes, RetryInfo.
+      RESOURCE_EXHAUSTED   out of memory; all memory of the call was freed. Retry: only smaller.
+      INTERNAL             a rank raised an error, or the result is not finite. Retry: no.
+    Idempotent.
+    """
+    GetPool: _aio.UnaryUnaryMultiCallable[_dit_pb2.GetPoolRequest, _dit_pb2.GetPoolResponse]  # type: ignore[assignment]
+    """Tells the ranks of the pool, and how a slice runs that asks for nothing special.
+    Answers at any time, also while weights load or a long step runs.
+
+    Errors: none of its own. Idempotent.
     """
 
 class DitServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -188,6 +240,44 @@ class DitServiceServicer(metaclass=_abc_1.ABCMeta):
           RESOURCE_EXHAUSTED   out of memory; all memory of the slice was freed. Retry: only smaller.
           INTERNAL             a rank raised an error, or the result is not finite. Retry: no.
         Not idempotent on the state the pool holds; safe to repeat from noise or from a checkpoint.
+        """
+
+    @_abc_1.abstractmethod
+    def Forward(
+        self,
+        request_iterator: _MaybeAsyncIterator[_dit_pb2.ForwardRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_dit_pb2.ForwardResponse], _abc.AsyncIterator[_dit_pb2.ForwardResponse]]:
+        """Runs one transformer once, without solver, guidance or cache: for tools that look at the model.
+
+        The caller sends ForwardStart, then these tensors in any order, then closes its side:
+          "hidden_states"          (1, channels, latent_frames, latent_height, latent_width)
+          "encoder_hidden_states"  (1, length, text_dim)   length up to the model's text length; rows that
+                                                           are missing up to it are zero
+        of any float type. The pool answers with one tensor "velocity", float32, of the shape of
+        hidden_states, and closes with ForwardDone. Takes a turn between slices.
+
+        Errors:
+          INVALID_ARGUMENT     a timestep outside 0..1000, a tensor of the wrong name, shape, type or with
+                               values that are not finite. Retry: no.
+          NOT_FOUND            no such component here. Retry: no.
+          FAILED_PRECONDITION  the attention back end cannot run here. Retry: no.
+          UNAVAILABLE          loading, shutting down, or a rank died. Retry: yes, RetryInfo.
+          RESOURCE_EXHAUSTED   out of memory; all memory of the call was freed. Retry: only smaller.
+          INTERNAL             a rank raised an error, or the result is not finite. Retry: no.
+        Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def GetPool(
+        self,
+        request: _dit_pb2.GetPoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_dit_pb2.GetPoolResponse, _abc.Awaitable[_dit_pb2.GetPoolResponse]]:
+        """Tells the ranks of the pool, and how a slice runs that asks for nothing special.
+        Answers at any time, also while weights load or a long step runs.
+
+        Errors: none of its own. Idempotent.
         """
 
 def add_DitServiceServicer_to_server(servicer: DitServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

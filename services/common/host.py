@@ -17,8 +17,8 @@ from services.common.memory import process_memory
 from services.common.placement import dtype_name, resolve_device, resolve_dtype
 
 
-class Counted(Protocol):
-    """A model that knows its size."""
+class Placed(Protocol):
+    """A model that knows its size and its place."""
 
     @property
     def parameter_count(self) -> int:
@@ -28,8 +28,15 @@ class Counted(Protocol):
     def weight_bytes(self) -> int:
         """Bytes of the parameters in memory."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is and computes."""
 
-Model = TypeVar("Model", bound=Counted)
+    def to(self, device: torch.device) -> None:
+        """Move it; `OutOfMemoryError` if it does not fit, and it is where it was."""
+
+
+Model = TypeVar("Model", bound=Placed)
 
 
 class ModelHost(Service, Generic[Model]):
@@ -46,6 +53,7 @@ class ModelHost(Service, Generic[Model]):
         """
         self.config = config
         self.device = resolve_device(config.infer.device)
+        """Where the model is unless it is moved away."""
         dtype = getattr(config.services, self.name).dtype
         self.dtype = resolve_dtype(dtype, self.device, f"services.{self.name}.dtype")
         self.worker = ThreadPoolExecutor(1, thread_name_prefix=self.name)
@@ -103,6 +111,18 @@ class ModelHost(Service, Generic[Model]):
             raise UnavailableError(f"{self.component}: {state.removeprefix('COMPONENT_STATE_')}")
         return self._model
 
+    async def move(self, name: str, target: str) -> component_pb2.Component:
+        """Move the model on the worker thread, behind work in progress.
+
+        Raises:
+            OutOfMemoryError: it does not fit; it stays where it was.
+            UnavailableError: it is loading, has failed, or is shutting down.
+        """
+        device = self.device if target == "device" else torch.device("cpu")
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self.worker, self.model().to, device)
+        return self.components()[0]
+
     def components(self) -> list[component_pb2.Component]:
         """What is held, and where."""
         component = component_pb2.Component(
@@ -116,6 +136,7 @@ class ModelHost(Service, Generic[Model]):
         if self._model is not None:
             component.parameter_count = self._model.parameter_count
             component.weight_bytes = self._model.weight_bytes
+            component.device = str(self._model.device)
         return [component]
 
     def memory(self) -> list[component_pb2.ProcessMemory]:

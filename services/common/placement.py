@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import torch
+from torch import nn
 
-from chitu_diffusion.errors import ConfigError
+from chitu_diffusion.errors import ConfigError, OutOfMemoryError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -51,6 +52,26 @@ def resolve_dtype(name: str, device: torch.device, key: str = "infer.dtype") -> 
     if name not in _DTYPES:
         raise ConfigError(f"{key}={name!r}: must be one of 'auto', {', '.join(map(repr, _DTYPES))}")
     return _DTYPES[name]
+
+
+def move_module(module: nn.Module, device: torch.device) -> None:
+    """Move a module's weights; memory that it leaves on an accelerator is given back.
+
+    Raises:
+        OutOfMemoryError: it does not fit there; it is back where it was.
+    """
+    before = next(module.parameters()).device
+    try:
+        module.to(device)
+    except torch.OutOfMemoryError as error:
+        failure = str(error)
+        module.to(before)
+    else:
+        failure = ""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if failure:
+        raise OutOfMemoryError(f"{type(module).__name__} does not fit on {device}: {failure}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

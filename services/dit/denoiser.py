@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from chitu_diffusion.errors import CancelledTaskError, ComponentError
+from services.dit.experts import Experts
 from services.dit.guidance import Execution, guided_velocity, uses_negative
-from services.dit.models.wan.transformer import Constants, WanTransformer
+from services.dit.models import Constants
 from services.dit.solvers import Grid, Solver, SolverState, make_grid, make_solver
 from services.dit.solvers.grid import TRAIN_TIMESTEPS
-
-LATENT_STRIDE = (4, 8, 8)
-"""Frames, rows and columns of video behind one latent: the published VAE's strides."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +30,13 @@ class DenoiseParams:
     seed: int
     guidance_scale_high: float | None = None
     boundary_ratio: float | None = None
+    latent_stride: tuple[int, int, int] = (4, 8, 8)
+    """Frames, rows and columns of video behind one latent."""
 
     @property
     def grid(self) -> tuple[int, int, int]:
         """Latent frames, height and width."""
-        frames, height, width = LATENT_STRIDE
+        frames, height, width = self.latent_stride
         return ((self.num_frames - 1) // frames + 1, self.height // height, self.width // width)
 
 
@@ -134,8 +134,8 @@ class StepDone:
 class Denoiser:
     """Runs steps with the experts of one model."""
 
-    def __init__(self, experts: Sequence[WanTransformer], device: torch.device) -> None:
-        self._experts = tuple(experts)
+    def __init__(self, experts: Experts, device: torch.device) -> None:
+        self._experts = experts
         self._device = device
 
     def from_noise(self, plan: Plan) -> TaskState:
@@ -184,7 +184,7 @@ class Denoiser:
     ) -> None:
         constants = self._constants(state, planned, prompts)
         velocity = guided_velocity(
-            self._experts[planned.expert],
+            self._experts.use(planned.expert),
             state.latents,
             planned.step,
             constants,
@@ -200,7 +200,7 @@ class Denoiser:
             rows = [prompts.positive]
             if uses_negative(planned.guidance) and prompts.negative is not None:
                 rows.append(prompts.negative)
-            state.constants[planned.expert] = self._experts[planned.expert].prepare(
+            state.constants[planned.expert] = self._experts.use(planned.expert).prepare(
                 torch.cat(rows), state.plan.params.grid, state.plan.grid.timesteps
             )
         return state.constants[planned.expert]

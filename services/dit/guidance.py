@@ -8,7 +8,7 @@ import torch
 
 from services.dit.attention import Attention
 from services.dit.flexcache import BlockCache
-from services.dit.models.wan.transformer import Constants, WanTransformer
+from services.dit.models import Constants, Transformer
 from services.dit.parallel import SequenceParallel
 
 # Tokens up to which one forward of both branches is faster than two. Measured on one EPYC core in
@@ -32,7 +32,7 @@ def uses_negative(scale: float) -> bool:
 
 
 def guided_velocity(
-    model: WanTransformer,
+    model: Transformer,
     latents: torch.Tensor,
     step_index: int,
     constants: Constants,
@@ -63,7 +63,7 @@ def guided_velocity(
 
     if not uses_negative(scale):
         return forward(latents, constants.branch(0))
-    if constants.rope.shape[0] <= BATCH_TOKENS:
+    if constants.num_tokens <= BATCH_TOKENS:
         positive, negative = torch.split(forward(latents.expand(2, -1, -1, -1, -1), constants), 1)
     else:
         positive, negative = (forward(latents, constants.branch(n)) for n in range(2))

@@ -7,6 +7,9 @@ runs on a thread of its own, so the event loop always answers.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import os
+import socket
 import threading
 import time
 from collections import OrderedDict, deque
@@ -14,21 +17,25 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+import torch
+
 from chitu_diffusion.config.schema import Config
 from chitu_diffusion.errors import (
     AbortedError,
     CancelledTaskError,
     ChituError,
     ComponentError,
+    ConfigError,
     UnavailableError,
 )
-from chitu_diffusion.v1 import component_pb2
+from chitu_diffusion.v1 import component_pb2, dit_pb2
 from services.common.memory import process_memory
 from services.common.placement import dtype_name
 from services.dit.denoiser import Checkpoint
-from services.dit.rank import Event, Rank, Slice
+from services.dit.rank import Event, Forward, ForwardDone, Rank, Slice, component_names
 
 _MAX_KNOWN_TASKS = 10_000
+ONE_RANK = dit_pb2.Layout(cfg_size=1, ulysses_degree=1, ring_degree=1)
 
 
 class SliceStream:
@@ -120,6 +127,24 @@ class Pool(Protocol):
             UnavailableError: the pool is loading or shutting down.
         """
 
+    async def forward(self, job: Forward) -> ForwardDone:
+        """Run one transformer once, in turn with the slices.
+
+        Raises:
+            UnavailableError: the pool is loading or shutting down.
+        """
+
+    async def move(self, name: str, target: str) -> component_pb2.Component:
+        """Give a transformer another home, "cpu" or "device", in turn with the slices.
+
+        Raises:
+            OutOfMemoryError: it does not fit; it stays where it was.
+            UnavailableError: the pool is loading or shutting down.
+        """
+
+    def describe(self) -> dit_pb2.GetPoolResponse:
+        """Tell the ranks, and how a slice runs that asks for nothing special."""
+
     def components(self) -> list[component_pb2.Component]:
         """Describe the transformers and where they are."""
 
@@ -140,8 +165,15 @@ class LocalPool:
         """Resolve the placement.
 
         Raises:
-            ConfigError: the device, type or attention kernel cannot be had.
+            ConfigError: the device, type or attention kernel cannot be had, or more than one rank
+                is asked for.
         """
+        for degree in dataclasses.fields(config.distributed):
+            if getattr(config.distributed, degree.name) != 1:
+                raise ConfigError(
+                    f"distributed.{degree.name}={getattr(config.distributed, degree.name)}: "
+                    "must be 1, this pool has one rank"
+                )
         self.rank = Rank(config)
         self._config = config
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dit-rank")
@@ -215,24 +247,52 @@ class LocalPool:
         finally:
             stream.end(error)
 
+    async def forward(self, job: Forward) -> ForwardDone:
+        """Run one transformer once, on the rank's thread."""
+        self.check()
+        asked = time.perf_counter()
+        started: list[float] = []
+
+        def work() -> ForwardDone:
+            started.append(time.perf_counter())
+            return self.rank.forward(job)
+
+        done = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        done.report.waited_seconds = started[0] - asked
+        return done
+
+    async def move(self, name: str, target: str) -> component_pb2.Component:
+        """Give a transformer another home, on the rank's thread."""
+        self.check()
+        position = component_names(self._config.models).index(name)
+        home = self.rank.device if target == "device" else torch.device("cpu")
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, self.rank.experts.settle, position, home)
+        return self._component(position, name)
+
+    def describe(self) -> dit_pb2.GetPoolResponse:
+        """Tell the one rank."""
+        rank = dit_pb2.PoolRank(
+            host=socket.gethostname(), pid=os.getpid(), device=str(self.rank.device)
+        )
+        return dit_pb2.GetPoolResponse(
+            layout=ONE_RANK, ranks=[rank], attn_type=self.rank.attention.name
+        )
+
     def components(self) -> list[component_pb2.Component]:
         """Describe the transformers; counts are 0 until their weights are here."""
-        names = ["transformer"]
-        if self._config.models.boundary_ratio is not None:
-            names.append("transformer_2")
+        names = component_names(self._config.models)
         return [self._component(position, name) for position, name in enumerate(names)]
 
     def _component(self, position: int, name: str) -> component_pb2.Component:
-        parameters = [
-            parameter
-            for model in self.rank.experts[position : position + 1]
-            for parameter in model.parameters()
-        ]
+        experts = self.rank.experts
+        loaded = position < len(experts)
+        parameters = list(experts[position].parameters()) if loaded else []
         return component_pb2.Component(
             name=name,
             model=self._config.models.name,
             state=self._state,
-            device=str(self.rank.device),
+            device=str(experts.where[position] if loaded else self.rank.device),
             dtype=dtype_name(self.rank.dtype),
             parameter_count=sum(parameter.numel() for parameter in parameters),
             weight_bytes=sum(parameter.nbytes for parameter in parameters),

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from chitu_diffusion.config.schema import Config
+from chitu_diffusion.config.schema import Config, ModelConfig
 from chitu_diffusion.errors import (
-    CheckpointNotFoundError,
     ChituError,
     ComponentError,
+    ConfigError,
     NotFoundError,
     OutOfMemoryError,
 )
@@ -30,16 +30,20 @@ from services.common.memory import stage_report
 from services.common.placement import resolve_device, resolve_dtype
 from services.dit.attention import Attention, select
 from services.dit.denoiser import Checkpoint, Denoiser, Plan, Prompts, StepDone, TaskState
+from services.dit.experts import Experts
 from services.dit.flexcache import NoCache
-from services.dit.guidance import Execution
-from services.dit.models.wan.transformer import WanTransformer
-from services.dit.models.wan.weights import diffusers_name, expert_folders, weight_dtype
+from services.dit.guidance import Execution, guided_velocity
+from services.dit.models import Transformer, get_family
 from services.dit.parallel import OneRank
 
 log = logging.getLogger(__name__)
 
 MAX_HELD = 8
 """States kept between slices. The oldest goes first; its task then needs a checkpoint."""
+
+
+_ON_CPU_LEVEL = 3
+"""infer.diffusion.low_mem_level from which the transformers live in host memory."""
 
 
 class Source(enum.Enum):
@@ -91,6 +95,37 @@ class SliceDone:
 Event = StepDone | Checkpoint | SliceDone
 
 
+@dataclass(frozen=True)
+class Forward:
+    """One run of one transformer."""
+
+    expert: int
+    """Position in the list of experts."""
+    hidden_states: torch.Tensor
+    """(1, C, F, H, W), any float type."""
+    timestep: float
+    prompt_embeds: torch.Tensor
+    """(length, text_dim), any float type."""
+    attn_type: str = ""
+    """Empty = the rank's own."""
+
+
+@dataclass(frozen=True)
+class ForwardDone:
+    """What came of a `Forward`."""
+
+    velocity: torch.Tensor
+    """(1, C, F, H, W) float32 on the CPU."""
+    attn_type: str
+    report: component_pb2.StageReport
+    """Time and memory, without the time it waited."""
+
+
+def component_names(model: ModelConfig) -> list[str]:
+    """Names of a model's transformers, in order."""
+    return ["transformer"] if model.boundary_ratio is None else ["transformer", "transformer_2"]
+
+
 class Rank:
     """One process's models on one device."""
 
@@ -101,11 +136,14 @@ class Rank:
             ConfigError: the device, type or attention kernel cannot be had.
         """
         self._model = config.models
+        self._family = get_family(config.models.type)
         self.device = resolve_device(config.infer.device)
         self.dtype = resolve_dtype(config.infer.dtype, self.device)
         self._num_threads = config.infer.num_threads
         self.attention = self.select_attention(config.infer.attn_type, "infer.attn_type")
-        self.experts: list[WanTransformer] = []
+        on_cpu = config.infer.diffusion.low_mem_level >= _ON_CPU_LEVEL
+        self._home = torch.device("cpu") if on_cpu else self.device
+        self.experts = self._no_experts()
         self._held: OrderedDict[str, TaskState] = OrderedDict()
 
     def select_attention(self, attn_type: str, key: str) -> Attention:
@@ -124,10 +162,12 @@ class Rank:
         if self._num_threads:
             torch.set_num_threads(self._num_threads)
         if self._model.ckpt_dir is None:
-            raise CheckpointNotFoundError("models.ckpt_dir is not set")
-        folders = expert_folders(Path(self._model.ckpt_dir), self._model.boundary_ratio is not None)
+            raise ConfigError("models.ckpt_dir is not set: there are no weights to read")
+        two = self._model.boundary_ratio is not None
+        folders = self._family.expert_folders(Path(self._model.ckpt_dir), two)
         try:
-            self.experts = [self._read(folder) for folder in folders]
+            models = [self._read(folder) for folder in folders]
+            self.experts = Experts(models, self.device, self._home)
         except Exception as error:
             failure = _named(error)
         else:
@@ -146,15 +186,18 @@ class Rank:
             self.attention.name,
         )
 
-    def _read(self, folder: Path) -> WanTransformer:
+    def _no_experts(self) -> Experts:
+        return Experts([], self.device, self._home)
+
+    def _read(self, folder: Path) -> Transformer:
         with torch.device("meta"):
-            model = WanTransformer(self._model.transformer)
+            model = self._family.transformer(self._model.transformer)
         load_weights(
             model,
             folder,
-            rename=diffusers_name,
-            dtype=lambda name: weight_dtype(name, self.dtype),
-            device=self.device,
+            rename=self._family.rename,
+            dtype=lambda name: self._family.weight_dtype(name, self.dtype),
+            device=self._home,
         )
         model.fuse()
         return model.eval()
@@ -179,9 +222,44 @@ class Rank:
             failure = _named(error)
         else:
             return
+        finally:
+            self.experts.rest()
         # Only here, behind the except clause, the frames of the failed run are gone.
         _free()
         raise failure
+
+    def forward(self, job: Forward) -> ForwardDone:
+        """Run one transformer once.
+
+        Raises:
+            OutOfMemoryError, ComponentError: as `run`.
+        """
+        try:
+            return self._forward(job)
+        except Exception as error:
+            failure = _named(error)
+        finally:
+            self.experts.rest()
+        _free()
+        raise failure
+
+    @torch.inference_mode()
+    def _forward(self, job: Forward) -> ForwardDone:
+        started = time.perf_counter()
+        model = self.experts.use(job.expert)
+        latents = job.hidden_states.to(self.device)
+        grid = (latents.shape[2], latents.shape[3], latents.shape[4])
+        constants = model.prepare(self._pad(job.prompt_embeds), grid, [job.timestep])
+        how = Execution(self._attention(job.attn_type), OneRank(), NoCache())
+        velocity = guided_velocity(model, latents, 0, constants, 1.0, how).cpu()
+        if not bool(torch.isfinite(velocity).all()):
+            raise ComponentError("the velocity is not finite")
+        report = stage_report(self.device, self.dtype, time.perf_counter() - started, 0.0)
+        return ForwardDone(velocity, how.attention.name, report)
+
+    def _attention(self, attn_type: str) -> Attention:
+        """The kernel that a request names, or the rank's own."""
+        return self.select_attention(attn_type, "attn_type") if attn_type else self.attention
 
     def _run(self, job: Slice, cancelled: Callable[[], bool]) -> Iterator[Event]:
         started = time.perf_counter()
@@ -190,9 +268,7 @@ class Rank:
         denoiser = Denoiser(self.experts, self.device)
         state = self._open(job, held, denoiser)
         del held
-        attention = self.attention
-        if job.attn_type:
-            attention = self.select_attention(job.attn_type, "params.attn_type")
+        attention = self._attention(job.attn_type)
         how = Execution(attention, OneRank(), NoCache())
         yield from self._steps(job, denoiser, state, how, cancelled)
         if job.keep_state and state.step < len(job.plan.steps):
@@ -255,7 +331,7 @@ class Rank:
 
     def release(self) -> None:
         """Free models and states."""
-        self.experts = []
+        self.experts = self._no_experts()
         self._held.clear()
         _free()
 

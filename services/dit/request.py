@@ -8,21 +8,22 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from chitu_diffusion.config.schema import ModelConfig
-from chitu_diffusion.errors import InvalidRequestError, PreconditionError, Violation
+from chitu_diffusion.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    PreconditionError,
+    Violation,
+)
 from chitu_diffusion.v1 import dit_pb2
 from chitu_diffusion.wire import Payload
-from services.dit.denoiser import (
-    LATENT_STRIDE,
-    Checkpoint,
-    DenoiseParams,
-    Plan,
-    make_plan,
-)
+from services.dit.attention import ATTN_TYPES
+from services.dit.denoiser import Checkpoint, DenoiseParams, Plan, make_plan
 from services.dit.guidance import uses_negative
-from services.dit.rank import Slice, Source
+from services.dit.models import get_family
+from services.dit.rank import Forward, Slice, Source, component_names
 from services.dit.solvers import SOLVERS, SolverState
+from services.dit.solvers.grid import TRAIN_TIMESTEPS
 
-ATTN_TYPES = ("sdpa", "flash_attn")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _SOURCES = {
     dit_pb2.LATENT_SOURCE_NOISE: Source.NOISE,
@@ -56,17 +57,19 @@ def parse_params(params: dit_pb2.DenoiseParams, model: ModelConfig) -> DenoisePa
         seed=params.seed,
         guidance_scale_high=params.guidance_scale_high if two else None,
         boundary_ratio=params.boundary_ratio if two else None,
+        latent_stride=get_family(model.type).latent_stride,
     )
 
 
 def _shape_problems(params: dit_pb2.DenoiseParams, model: ModelConfig) -> Iterator[Violation]:
     limits, frames, patch = model.limits, params.num_frames, model.transformer.patch_size
-    if frames < 1 or (frames - 1) % LATENT_STRIDE[0]:
-        yield Violation("params.num_frames", f"{frames}: must be 4n + 1, at least 1")
+    stride = get_family(model.type).latent_stride
+    if frames < 1 or (frames - 1) % stride[0]:
+        yield Violation("params.num_frames", f"{frames}: must be {stride[0]}n + 1, at least 1")
     elif frames > limits.max_num_frames:
         yield Violation("params.num_frames", f"{frames}: at most {limits.max_num_frames}")
     for axis, name in ((1, "height"), (2, "width")):
-        size, unit = getattr(params, name), LATENT_STRIDE[axis] * patch[axis]
+        size, unit = getattr(params, name), stride[axis] * patch[axis]
         if size < unit or size % unit:
             yield Violation(
                 f"params.{name}", f"{size}: must be a multiple of {unit}, at least {unit}"
@@ -225,11 +228,7 @@ def parse_tensors(
         for problem in _tensor_problems(name, payload, latents_shape, model)
     )
     tensors = {name: payload.to_torch() for name, payload in payloads.items()}
-    _refuse(
-        Violation(name, "holds values that are not finite")
-        for name, tensor in tensors.items()
-        if not bool(torch.isfinite(tensor).all())
-    )
+    _refuse(_not_finite(tensors))
     return tensors
 
 
@@ -276,6 +275,74 @@ def make_slice(
         return_checkpoint=start.return_checkpoint,
         checkpoint_interval_s=start.checkpoint_interval_s,
     )
+
+
+def parse_forward(
+    start: dit_pb2.ForwardStart, payloads: Mapping[str, Payload], model: ModelConfig
+) -> Forward:
+    """Check a forward's opening message and its tensors.
+
+    Raises:
+        InvalidRequestError: names every field and tensor that breaks a rule.
+        NotFoundError: the model has no such transformer.
+    """
+    names = component_names(model)
+    if start.component not in names:
+        raise NotFoundError(f"no component {start.component!r}: there are {', '.join(names)}")
+    _refuse([*_forward_problems(start, payloads, model)])
+    tensors = {name: payload.to_torch() for name, payload in payloads.items()}
+    _refuse(_not_finite(tensors))
+    return Forward(
+        expert=names.index(start.component),
+        hidden_states=tensors["hidden_states"],
+        timestep=start.timestep,
+        prompt_embeds=tensors["encoder_hidden_states"][0],
+        attn_type=start.attn_type,
+    )
+
+
+def _forward_problems(
+    start: dit_pb2.ForwardStart, payloads: Mapping[str, Payload], model: ModelConfig
+) -> Iterator[Violation]:
+    if not 0 <= start.timestep <= TRAIN_TIMESTEPS:
+        yield Violation("timestep", f"{start.timestep}: must be 0 to {TRAIN_TIMESTEPS}")
+    if start.attn_type and start.attn_type not in ATTN_TYPES:
+        yield Violation("attn_type", f"{start.attn_type!r}: must be one of {_listed(ATTN_TYPES)}")
+    yield from (
+        Violation(name, "tensor is missing") for name in FORWARD_TENSORS if name not in payloads
+    )
+    for name, payload in payloads.items():
+        if payload.dtype_name not in _FLOATS:
+            yield Violation(name, f"type {payload.dtype_name}: must be one of {_listed(_FLOATS)}")
+        problem = _SHAPE_RULES[name](payload.shape, model)
+        if problem is not None:
+            yield Violation(name, f"shape {list(payload.shape)}: must be {problem}")
+
+
+def _wrong_latents(shape: tuple[int, ...], model: ModelConfig) -> str | None:
+    channels, patch = model.transformer.in_channels, model.transformer.patch_size
+    sizes = shape[2:]
+    fits = len(shape) == 5 and shape[:2] == (1, channels) and all(sizes)
+    if fits and not any(size % unit for size, unit in zip(sizes, patch, strict=True)):
+        return None
+    return f"[1, {channels}, F, H, W] with F, H, W multiples of {list(patch)}"
+
+
+def _wrong_text(shape: tuple[int, ...], model: ModelConfig) -> str | None:
+    rows, width = model.transformer.text_len, model.transformer.text_dim
+    if len(shape) == 3 and shape[0] == 1 and 1 <= shape[1] <= rows and shape[2] == width:
+        return None
+    return f"[1, 1 to {rows}, {width}]"
+
+
+_SHAPE_RULES = {"hidden_states": _wrong_latents, "encoder_hidden_states": _wrong_text}
+FORWARD_TENSORS = tuple(_SHAPE_RULES)
+
+
+def _not_finite(tensors: Mapping[str, torch.Tensor]) -> Iterator[Violation]:
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            yield Violation(name, "holds values that are not finite")
 
 
 def _refuse(problems: Iterable[Violation]) -> None:

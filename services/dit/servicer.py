@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from chitu_diffusion.config.schema import ModelConfig
@@ -13,10 +13,8 @@ from chitu_diffusion.wire import Payload, TensorReceiver, tensor_parts
 from services.dit import denoiser
 from services.dit import request as door
 from services.dit.denoiser import Checkpoint, PlannedStep, StepDone, make_plan
-from services.dit.pool import Pool, SliceStream
+from services.dit.pool import ONE_RANK, Pool, SliceStream
 from services.dit.rank import SliceDone
-
-_ONE_RANK = dit_pb2.Layout(cfg_size=1, ulysses_degree=1, ring_degree=1)
 
 
 class DitServicer(dit_pb2_grpc.DitServiceServicer):
@@ -56,6 +54,29 @@ class DitServicer(dit_pb2_grpc.DitServiceServicer):
         finally:
             stream.cancel()
 
+    async def Forward(
+        self, requests: AsyncIterator[dit_pb2.ForwardRequest], context: Any
+    ) -> AsyncIterator[dit_pb2.ForwardResponse]:
+        """Run one transformer once."""
+        self._pool.check()
+        start = await _forward_start(requests)
+        payloads = await _receive(requests, door.FORWARD_TENSORS)
+        job = await asyncio.to_thread(door.parse_forward, start, payloads, self._model)
+        if job.attn_type:
+            self._pool.check_attention(job.attn_type)
+        done = await self._pool.forward(job)
+        for part in tensor_parts("velocity", done.velocity):
+            yield dit_pb2.ForwardResponse(tensor=part)
+        yield dit_pb2.ForwardResponse(
+            done=dit_pb2.ForwardDone(attn_type=done.attn_type, report=done.report)
+        )
+
+    async def GetPool(
+        self, request: dit_pb2.GetPoolRequest, context: Any
+    ) -> dit_pb2.GetPoolResponse:
+        """Tell the pool."""
+        return self._pool.describe()
+
     async def _opening(
         self, requests: AsyncIterator[dit_pb2.DenoiseRequest]
     ) -> tuple[dit_pb2.DenoiseStart, denoiser.Plan]:
@@ -92,7 +113,7 @@ class DitServicer(dit_pb2_grpc.DitServiceServicer):
             expert=self._expert(step),
             reused=step.reused,
             seconds=event.seconds,
-            layout=_ONE_RANK,
+            layout=ONE_RANK,
         )
 
     def _done(self, event: SliceDone, stream: SliceStream) -> dit_pb2.DenoiseDone:
@@ -117,8 +138,19 @@ class DitServicer(dit_pb2_grpc.DitServiceServicer):
         return (dit_pb2.EXPERT_HIGH_NOISE, dit_pb2.EXPERT_LOW_NOISE)[step.expert]
 
 
+async def _forward_start(
+    requests: AsyncIterator[dit_pb2.ForwardRequest],
+) -> dit_pb2.ForwardStart:
+    async for message in requests:
+        if message.WhichOneof("request") != "start":
+            break
+        return message.start
+    raise InvalidRequestError.of("start", "must be the first message")
+
+
 async def _receive(
-    requests: AsyncIterator[dit_pb2.DenoiseRequest], expected: list[str]
+    requests: AsyncIterator[dit_pb2.DenoiseRequest] | AsyncIterator[dit_pb2.ForwardRequest],
+    expected: Sequence[str],
 ) -> dict[str, Payload]:
     """Take the tensors until the caller closes its side."""
     receiver, payloads = TensorReceiver(), dict[str, Payload]()

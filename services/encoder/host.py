@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import grpc.aio
+import torch
 
 from chitu_diffusion.v1 import component_pb2, component_pb2_grpc, encoder_pb2, encoder_pb2_grpc
 from services.common.components import ComponentServicer
 from services.common.host import ModelHost
 from services.encoder.servicer import EncoderServicer
 from services.encoder.worker import Worker, load_worker
+
+_ON_CPU_LEVEL = 2
+"""infer.diffusion.low_mem_level from which the text encoder lives in host memory."""
 
 
 class EncoderHost(ModelHost[Worker]):
@@ -28,4 +32,6 @@ class EncoderHost(ModelHost[Worker]):
 
     def read(self) -> Worker:
         """Read tokenizer and weights."""
-        return load_worker(self.config, self.device, self.dtype)
+        on_cpu = self.config.infer.diffusion.low_mem_level >= _ON_CPU_LEVEL
+        home = torch.device("cpu") if on_cpu else self.device
+        return load_worker(self.config, home, self.dtype)

@@ -37,7 +37,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             yield _facts(index, encoded.prompt, request.return_token_ids)
             for part in tensor_parts("prompt_embeds", encoded.rows):
                 yield encoder_pb2.EncodeResponse(tensor=part)
-        report = stage_report(host.device, host.dtype, seconds, waited)
+        report = stage_report(worker.device, host.dtype, seconds, waited)
         yield encoder_pb2.EncodeResponse(report=report)
 
 

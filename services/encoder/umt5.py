@@ -11,6 +11,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError, ComponentError
 from services.common.checkpoint import load_weights
+from services.common.placement import move_module
 
 # Checkpoints store the embedding table once or twice, under either name.
 _TIED = {"encoder.embed_tokens.weight": "shared.weight"}
@@ -52,6 +53,11 @@ class TextEncoder:
     def weight_bytes(self) -> int:
         """Bytes of the parameters in memory."""
         return sum(parameter.nbytes for parameter in self._model.parameters())
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights; `OutOfMemoryError` if they do not fit, and they are where they were."""
+        move_module(self._model, device)
+        self.device = device
 
     def encode(self, token_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Encode texts; the rows of one do not depend on the others, to the last bit.

@@ -45,6 +45,15 @@ class Worker:
         """Bytes of the parameters in memory."""
         return self.model.weight_bytes
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model is and computes."""
+        return self.model.device
+
+    def to(self, device: torch.device) -> None:
+        """Move the model; `OutOfMemoryError` if it does not fit, and it is where it was."""
+        self.model.to(device)
+
     def encode(self, item: encoder_pb2.TextInput, asked: float) -> Encoded:
         """Encode one checked input.
 

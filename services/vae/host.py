@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import grpc.aio
@@ -11,6 +12,11 @@ from services.common.components import ComponentServicer
 from services.common.host import ModelHost
 from services.vae.servicer import VaeServicer
 from services.vae.wan_vae import WanVae
+
+log = logging.getLogger(__name__)
+
+_TILING_LEVEL = 1
+"""infer.diffusion.low_mem_level from which the VAE is to decode in tiles."""
 
 
 class VaeHost(ModelHost[WanVae]):
@@ -30,4 +36,11 @@ class VaeHost(ModelHost[WanVae]):
 
     def read(self) -> WanVae:
         """Read the weights."""
+        level = self.config.infer.diffusion.low_mem_level
+        if level >= _TILING_LEVEL:
+            log.warning(
+                "infer.diffusion.low_mem_level=%d: tiled decode is not built yet, "
+                "the VAE decodes whole latent frames",
+                level,
+            )
         return WanVae.load(Path(str(self.config.models.ckpt_dir)), self.device, self.dtype)

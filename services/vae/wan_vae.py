@@ -12,6 +12,7 @@ from torch import nn
 
 from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError, ComponentError
 from services.common.checkpoint import load_weights
+from services.common.placement import move_module
 
 
 class WanVae:
@@ -23,8 +24,9 @@ class WanVae:
 
     def __init__(self, model: Any, device: torch.device, dtype: torch.dtype) -> None:
         """Take a loaded `AutoencoderKLWan` that lives on `device` in `dtype`."""
-        self._decoder = model.decoder.eval().requires_grad_(False)
-        self._post_quant_conv = model.post_quant_conv.eval().requires_grad_(False)
+        parts = {"decoder": model.decoder, "post_quant_conv": model.post_quant_conv}
+        self._parts = nn.ModuleDict(parts).eval().requires_grad_(False)
+        self._decoder, self._post_quant_conv = parts.values()
         # One entry a causal convolution; those that keep nothing leave theirs unused.
         self._cache_size = sum(isinstance(part, nn.Conv3d) for part in self._decoder.modules())
         self._mean = _per_channel(model.config.latents_mean, device)
@@ -54,16 +56,18 @@ class WanVae:
     @property
     def parameter_count(self) -> int:
         """Number of parameters held."""
-        return sum(parameter.numel() for parameter in self._parameters())
+        return sum(parameter.numel() for parameter in self._parts.parameters())
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters in memory."""
-        return sum(parameter.nbytes for parameter in self._parameters())
+        return sum(parameter.nbytes for parameter in self._parts.parameters())
 
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        yield from self._decoder.parameters()
-        yield from self._post_quant_conv.parameters()
+    def to(self, device: torch.device) -> None:
+        """Move the weights; `OutOfMemoryError` if they do not fit, and they are where they were."""
+        move_module(self._parts, device)
+        self._mean, self._std = self._mean.to(device), self._std.to(device)
+        self.device = device
 
     def num_frames(self, latent_frames: int) -> int:
         """Frames of `latent_frames` >= 1: the first gives one, each later one four."""
@@ -88,7 +92,13 @@ class WanVae:
         hidden = self._enter(latents)
         cache: list[Any] = [None] * self._cache_size
         for index in range(hidden.shape[2]):
+            # The model may have moved while the caller was busy: what is kept follows it.
+            hidden, cache = self._follow(hidden), [self._follow(kept) for kept in cache]
             yield self._decode_frame(hidden, cache, index)
+
+    def _follow(self, kept: Any) -> Any:
+        """Bring a tensor to where the model is; marks of the cache stay as they are."""
+        return kept.to(self.device) if isinstance(kept, torch.Tensor) else kept
 
     @torch.inference_mode()
     def _enter(self, latents: torch.Tensor) -> torch.Tensor:

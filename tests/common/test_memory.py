@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import socket
+
 import torch
 
+from chitu_diffusion import memory as process
 from services.common import memory
 
 CPU = torch.device("cpu")
 
 
 def test_resident_memory_follows_allocations() -> None:
-    before = memory.rss_bytes()
+    before = process.rss_bytes()
     block = torch.ones(50_000_000, dtype=torch.uint8)
-    assert memory.rss_bytes() - before > 40_000_000
-    assert memory.peak_rss_bytes() >= memory.rss_bytes() * 0.95
+    assert process.rss_bytes() - before > 40_000_000
+    assert process.peak_rss_bytes() >= process.rss_bytes() * 0.95
     del block
 
 
 def test_process_memory_without_accelerator() -> None:
     report = memory.process_memory("dit rank 0", CPU)
-    assert report.process == "dit rank 0"
+    assert (report.process, report.pid, report.host) == (
+        "dit rank 0",
+        os.getpid(),
+        socket.gethostname(),
+    )
     assert 0 < report.rss_bytes <= report.peak_rss_bytes * 1.05
     assert (report.allocated_bytes, report.reserved_bytes, report.max_allocated_bytes) == (0, 0, 0)
 
@@ -28,4 +36,4 @@ def test_stage_report() -> None:
     report = memory.stage_report(CPU, torch.bfloat16, seconds=1.5, waited_seconds=0.25)
     assert (report.seconds, report.waited_seconds) == (1.5, 0.25)
     assert (report.device, report.dtype) == ("cpu", "bfloat16")
-    assert report.peak_memory_bytes == memory.peak_rss_bytes()
+    assert report.peak_memory_bytes == process.peak_rss_bytes()

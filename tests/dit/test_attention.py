@@ -68,5 +68,11 @@ def test_flash_where_it_runs(attn_type: str) -> None:
 
 
 def test_unknown_kernel() -> None:
-    with pytest.raises(ConfigError, match=r"attn_type='sage': must be one of"):
-        select("sage", CPU, FP32, 64)
+    with pytest.raises(ConfigError, match=r"attn_type='warp': must be one of"):
+        select("warp", CPU, FP32, 64)
+
+
+@pytest.mark.parametrize("name", ["sage", "sparge"])
+def test_a_kernel_that_is_not_built_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"attn_type='{name}': this back end is not built yet"):
+        select(name, CPU, FP32, 64)

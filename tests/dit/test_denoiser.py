@@ -20,6 +20,7 @@ from chitu_diffusion.errors import CancelledTaskError, ComponentError
 from services.dit import denoiser as module
 from services.dit.attention.sdpa import Sdpa
 from services.dit.denoiser import DenoiseParams, Denoiser, Prompts, TaskState, make_plan
+from services.dit.experts import Experts
 from services.dit.flexcache import NoCache
 from services.dit.guidance import Execution
 from services.dit.models.wan.transformer import ConditionEmbedder, CrossAttention, WanTransformer
@@ -40,7 +41,7 @@ def models(checkpoints: dict[str, Path]) -> list[WanTransformer]:
 
 @pytest.fixture
 def denoiser(models: list[WanTransformer]) -> Denoiser:
-    return Denoiser(models, CPU)
+    return Denoiser(Experts(models, CPU), CPU)
 
 
 @pytest.fixture
@@ -241,7 +242,7 @@ def test_each_expert_matters(
     expected = denoise(denoiser, make_params(**TWO), prompts)
     for swapped in (models[:1] * 2, models[1:] * 2):
         assert not torch.equal(
-            denoise(Denoiser(swapped, CPU), make_params(**TWO), prompts), expected
+            denoise(Denoiser(Experts(swapped, CPU), CPU), make_params(**TWO), prompts), expected
         )
 
 

@@ -26,7 +26,6 @@ from chitu_diffusion.errors import (
     NotFoundError,
     PreconditionError,
     UnavailableError,
-    UnsupportedError,
     from_rpc_error,
 )
 from chitu_diffusion.rpc.server import Server
@@ -40,6 +39,7 @@ from services.dit.guidance import Execution, guided_velocity
 from services.dit.host import DitHost
 from services.dit.parallel import OneRank
 from services.dit.rank import Rank
+from tests.common.moving import check_moving
 from tests.dit.conftest import CPU, make_embeds, make_params
 
 POSITIVE, NEGATIVE = make_embeds(1, 9)[0, :9], make_embeds(2, 4)[0, :4]
@@ -546,9 +546,7 @@ async def test_components(channel: grpc.aio.Channel, make_config: Callable[..., 
     assert component.parameter_count > 0
     assert answer.memory[0].process == "dit rank 0"
     assert answer.version
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await stub.MoveComponent(component_pb2.MoveComponentRequest(name="transformer"))
-    assert isinstance(from_rpc_error(raised.value), UnsupportedError)
+    await check_moving(channel, "transformer", "transformer_2")
 
 
 async def test_before_loading(make_config: Callable[..., Config], socket_dir: Path) -> None:

@@ -8,7 +8,7 @@ from diffusers import WanPipeline
 from chitu_diffusion import config
 from chitu_diffusion.v1 import dit_pb2, vae_pb2
 from chitu_diffusion.wire import TensorReceiver, payload_of
-from orchestrator.components import DitModel, TextEncoder, Vae
+from orchestrator.components import DitPool, TextEncoder, Vae
 from tests.published import PublishedUniPC
 
 PROMPT = "a blue square moving up on a white background"
@@ -19,7 +19,7 @@ STEPS, SEED = 12, 11
 async def through_services(system, model, height, width, num_frames):
     """Latents (1, C, F, H, W) and frames (F, H, W, 3) uint8, made by the three model hosts."""
     encoder = TextEncoder(system.addresses["encoder"])
-    dit, vae = DitModel(system.addresses["dit"]), Vae(system.addresses["vae"])
+    dit, vae = DitPool(system.addresses["dit"]), Vae(system.addresses["vae"])
     defaults = model.request_defaults
     encoded, _ = await encoder.encode([PROMPT, NEGATIVE])
     embeds = [

@@ -16,7 +16,6 @@ from chitu_diffusion.errors import (
     CheckpointNotFoundError,
     ConfigError,
     InvalidRequestError,
-    NotFoundError,
     UnavailableError,
     from_rpc_error,
 )
@@ -26,6 +25,7 @@ from chitu_diffusion.v1 import component_pb2, component_pb2_grpc, encoder_pb2, e
 from chitu_diffusion.wire import TensorReceiver
 from services.encoder.host import EncoderHost
 from services.encoder.prompt import PromptTokenizer
+from tests.common.moving import check_moving
 from tests.encoder.conftest import TEXT_DIM, TEXT_LEN
 
 TextInput, TokenIds = encoder_pb2.TextInput, encoder_pb2.TokenIds
@@ -175,14 +175,8 @@ async def test_components(channel: grpc.aio.Channel, reference: UMT5EncoderModel
     assert answer.version
 
 
-async def test_moving_is_refused(channel: grpc.aio.Channel) -> None:
-    stub = component_pb2_grpc.ComponentServiceStub(channel)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.MoveComponent(component_pb2.MoveComponentRequest(name="text_encoder"))
-    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.MoveComponent(component_pb2.MoveComponentRequest(name="vae"))
-    assert isinstance(from_rpc_error(caught.value), NotFoundError)
+async def test_moving(channel: grpc.aio.Channel) -> None:
+    await check_moving(channel, "text_encoder", "vae")
 
 
 async def test_unavailable_until_loaded_and_while_draining(

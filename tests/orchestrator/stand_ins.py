@@ -49,20 +49,30 @@ class Script:
     """What the DiT answers, instead of `latents_of(seed)`."""
     received: dict[str, Payload] = field(default_factory=dict)
     """Newest tensor of each name that DiT and VAE were sent."""
+    pool: dit_pb2.GetPoolResponse = field(
+        default_factory=lambda: dit_pb2.GetPoolResponse(
+            layout=dit_pb2.Layout(cfg_size=2, ulysses_degree=2, ring_degree=3), attn_type="sdpa"
+        )
+    )
+    memory: dict[str, list[component_pb2.ProcessMemory]] = field(default_factory=dict)
+    """What each component's host answers."""
 
 
 class _Components(component_pb2_grpc.ComponentServiceServicer):
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, script: Script) -> None:
+        self.script = script
+        self.part = component_pb2.Component(
+            name=name, state=component_pb2.COMPONENT_STATE_READY, device="cuda:0"
+        )
 
     async def GetComponents(self, request, context):
         return component_pb2.GetComponentsResponse(
-            components=[
-                component_pb2.Component(
-                    name=self.name, state=component_pb2.COMPONENT_STATE_READY, attn_type="sdpa"
-                )
-            ]
+            components=[self.part], memory=self.script.memory.get(self.part.name, [])
         )
+
+    async def MoveComponent(self, request, context):
+        self.part.device = {"cpu": "cpu", "device": "cuda:0"}[request.target]
+        return component_pb2.MoveComponentResponse(component=self.part)
 
 
 class StandIn(Service):
@@ -75,7 +85,7 @@ class StandIn(Service):
 
     def register(self, server):
         component_pb2_grpc.add_ComponentServiceServicer_to_server(
-            _Components(self.component), server
+            _Components(self.component, self.script), server
         )
         return []
 
@@ -115,6 +125,12 @@ class StandInDit(StandIn, dit_pb2_grpc.DitServiceServicer):
     def register(self, server):
         dit_pb2_grpc.add_DitServiceServicer_to_server(self, server)
         return super().register(server)
+
+    async def GetPool(self, request, context):
+        return self.script.pool
+
+    async def Forward(self, request_iterator, context):
+        raise NotImplementedError
 
     async def Denoise(self, request_iterator, context):
         receiver, start, names = TensorReceiver(), None, []

@@ -1,13 +1,19 @@
 """The orchestrator end to end, with stand-ins for the models."""
 
 import asyncio
+import os
 import time
 
 import grpc
 import pytest
 
 from chitu_diffusion import errors
-from chitu_diffusion.v1 import backend_pb2, backend_pb2_grpc, generation_pb2_grpc
+from chitu_diffusion.v1 import (
+    backend_pb2,
+    backend_pb2_grpc,
+    component_pb2,
+    generation_pb2_grpc,
+)
 from chitu_diffusion.v1 import generation_pb2 as pb
 from tests.orchestrator.stand_ins import Script, latents_of, video_of
 
@@ -431,16 +437,55 @@ async def test_a_terminated_backend_takes_no_task(start_system):
         await system.client.generate("x")
 
 
-async def test_offloading_an_unknown_component_is_not_found(start_system):
+async def test_components_move_and_unknown_ones_are_not_found(start_system):
     system = await start_system()
     async with grpc.aio.insecure_channel(system.address) as channel:
         stub = backend_pb2_grpc.BackendServiceStub(channel)
-        for name, code in (
-            ("nothing", grpc.StatusCode.NOT_FOUND),
-            ("vae", grpc.StatusCode.UNIMPLEMENTED),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.OffloadComponent(
-                    backend_pb2.OffloadComponentRequest(name=name, target="cpu")
-                )
-            assert caught.value.code() is code
+        for target, device in (("cpu", "cpu"), ("device", "cuda:0")):
+            request = backend_pb2.OffloadComponentRequest(name="vae", target=target)
+            assert (await stub.OffloadComponent(request)).component.device == device
+            where = {c.name: c.device for c in (await system.client.backend()).components}
+            assert where == {"text_encoder": "cuda:0", "transformer": "cuda:0", "vae": device}
+        with pytest.raises(grpc.aio.AioRpcError, match="text_encoder, transformer, vae") as caught:
+            await stub.OffloadComponent(backend_pb2.OffloadComponentRequest(name="dit"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_the_backend_reports_the_pool(start_system):
+    script = Script()
+    script.pool.flexcache.params.strategy = "teacache"
+    system = await start_system(script=script)
+    backend = await system.client.backend()
+    assert (backend.cfg_size, backend.cp_size, backend.attn_type) == (2, 6, "sdpa")
+    assert backend.flexcache.params.strategy == "teacache"
+    await system.servers["dit"].stop(0)
+    backend = await system.client.backend()
+    assert (backend.cfg_size, backend.cp_size, backend.attn_type) == (0, 0, "")
+    assert not backend.HasField("flexcache")
+
+
+async def test_memory_is_counted_once_for_each_process(start_system):
+    def entry(process, pid, **counts):
+        return component_pb2.ProcessMemory(process=process, host="a", pid=pid, **counts)
+
+    system = await start_system(
+        script=Script(
+            memory={
+                "text_encoder": [entry("encoder", 1, rss_bytes=5)],
+                "transformer": [entry(f"dit rank {n}", 2 + n, reserved_bytes=9) for n in (0, 1)],
+                "vae": [entry("vae", 2, rss_bytes=7)],
+            }
+        )
+    )
+    memory = {m.process: m for m in (await system.client.backend()).memory}
+    assert list(memory) == ["orchestrator", "encoder", "dit rank 0, vae", "dit rank 1"]
+    assert memory["dit rank 0, vae"].reserved_bytes == 9
+    assert memory["orchestrator"].pid == os.getpid()
+    assert memory["orchestrator"].rss_bytes > 0
+
+
+async def test_a_host_that_stays_away_is_named(start_system):
+    with pytest.raises(errors.DeadlineError, match=r"vae at unix:/nowhere.*connect_timeout_s=0\.3"):
+        await start_system(
+            "services.vae.address='unix:/nowhere'", "orchestrator.connect_timeout_s=0.3"
+        )

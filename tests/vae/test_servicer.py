@@ -22,7 +22,6 @@ from chitu_diffusion.errors import (
     CheckpointNotFoundError,
     ConfigError,
     InvalidRequestError,
-    NotFoundError,
     OutOfMemoryError,
     UnavailableError,
     from_rpc_error,
@@ -33,6 +32,7 @@ from chitu_diffusion.v1 import component_pb2, component_pb2_grpc, vae_pb2, vae_p
 from chitu_diffusion.wire import TensorReceiver
 from services.vae import job, turn
 from services.vae.host import VaeHost
+from tests.common.moving import check_moving
 from tests.vae.conftest import file_of, make_latents, requests
 
 BT709 = np.array([0.2126, 0.7152, 0.0722])
@@ -337,14 +337,8 @@ async def test_components(channel: grpc.aio.Channel, host: VaeHost) -> None:
     assert answer.version
 
 
-async def test_moving_is_refused(channel: grpc.aio.Channel) -> None:
-    stub = component_pb2_grpc.ComponentServiceStub(channel)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.MoveComponent(component_pb2.MoveComponentRequest(name="vae"))
-    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.MoveComponent(component_pb2.MoveComponentRequest(name="transformer"))
-    assert isinstance(from_rpc_error(caught.value), NotFoundError)
+async def test_moving(channel: grpc.aio.Channel) -> None:
+    await check_moving(channel, "vae", "transformer")
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_only_the_decoder_is_held(vae: WanVae, reference: AutoencoderKLWan) -> N
     count = sum(parameter.numel() for part in parts for parameter in part.parameters())
     assert vae.parameter_count == count
     assert vae.weight_bytes == 4 * count
-    assert {parameter.device for parameter in vae._parameters()} == {CPU}
+    assert {parameter.device for parameter in vae._parts.parameters()} == {CPU}
 
 
 def test_pixels_that_are_not_finite_are_an_error(ckpt_dir: Path, tmp_path: Path) -> None:

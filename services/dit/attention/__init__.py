@@ -9,6 +9,11 @@ import torch
 from chitu_diffusion.errors import ConfigError
 from services.dit.attention import flash_attn, sdpa
 
+ATTN_TYPES = ("sdpa", "flash_attn")
+"""Kernels that can be had."""
+NOT_BUILT = ("sage", "sparge")
+"""Kernels that the configuration knows, and this version cannot run."""
+
 
 class Attention(Protocol):
     """Exact or approximate softmax(q k^T / sqrt(D)) v over the whole sequence, not causal."""
@@ -29,7 +34,7 @@ def select(
     `auto` takes the fastest exact kernel that can run here; the result's `name` says which.
 
     Args:
-        attn_type: "auto", "sdpa" or "flash_attn".
+        attn_type: one of the configuration's choices.
         device: where q, k and v will be.
         dtype: their type.
         head_dim: their D.
@@ -40,6 +45,11 @@ def select(
     """
     if attn_type == "sdpa":
         return sdpa.Sdpa()
+    if attn_type in NOT_BUILT:
+        raise ConfigError(
+            f"{key}={attn_type!r}: this back end is not built yet, "
+            "there are 'auto', 'sdpa' and 'flash_attn'"
+        )
     if attn_type not in ("auto", "flash_attn"):
         raise ConfigError(f"{key}={attn_type!r}: must be one of 'auto', 'sdpa', 'flash_attn'")
     obstacle = flash_attn.obstacle(device, dtype, head_dim)

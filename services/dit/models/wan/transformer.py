@@ -21,6 +21,7 @@ from chitu_diffusion.config.schema import TransformerConfig
 from services.dit.attention import Attention
 from services.dit.attention.sdpa import Sdpa
 from services.dit.flexcache import BlockCache
+from services.dit.models.family import Transformer
 from services.dit.models.wan.ops import gelu_tanh, rms_norm, rms_norm_rotate
 from services.dit.parallel import SequenceParallel
 
@@ -44,6 +45,11 @@ class Constants:
     """(N, 2, dim) float32: shift and scale + 1 of the head."""
     cross: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     """Keys and values of every block's cross-attention, (B, text_len, H, head_dim)."""
+
+    @property
+    def num_tokens(self) -> int:
+        """S."""
+        return self.rope.shape[0]
 
     def branch(self, index: int) -> Constants:
         """Return the constants of one branch, B = 1, without copying."""
@@ -200,15 +206,14 @@ class ConditionEmbedder(nn.Module):
         return time, self.time_proj(F.silu(time)).view(*time.shape[:-1], 6, -1)
 
 
-class WanTransformer(nn.Module):
+class WanTransformer(Transformer):
     """Predicts the velocity of noisy latents.
 
     Call `fuse` after the weights are loaded, `prepare` once a task, and the module once a step.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         dim = config.hidden_size
         self.patch_size = (config.patch_size[0], config.patch_size[1], config.patch_size[2])
         self.patch_embedding = nn.Conv3d(

@@ -1,4 +1,8 @@
-"""The backend: components, scheduler, generator and the state they are in together."""
+"""The core of the backend: components, scheduler, generator and the state they are in together.
+
+It belongs to one event loop, is served by the orchestrator process, and is what `DiffusionBackend`
+puts a blocking face on.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,17 @@ import enum
 import logging
 
 from chitu_diffusion.config.schema import Config
-from chitu_diffusion.errors import ChituError, NotFoundError, PreconditionError, UnavailableError
-from chitu_diffusion.v1 import component_pb2
+from chitu_diffusion.errors import (
+    ChituError,
+    DeadlineError,
+    NotFoundError,
+    PreconditionError,
+    UnavailableError,
+)
+from chitu_diffusion.memory import process_memory
+from chitu_diffusion.v1 import component_pb2, dit_pb2
 from orchestrator.artifacts import ArtifactStore
-from orchestrator.components import Component, DitModel, TextEncoder, Vae
+from orchestrator.components import Component, DitPool, TextEncoder, Vae
 from orchestrator.generator import Generator
 from orchestrator.runner import TaskRunner
 from orchestrator.scheduler import DiffusionScheduler
@@ -19,6 +30,8 @@ from orchestrator.store import TaskStore
 from orchestrator.task import Task
 
 log = logging.getLogger(__name__)
+
+_WARN_EVERY_S = 10.0
 
 
 class BackendState(enum.Enum):
@@ -30,14 +43,14 @@ class BackendState(enum.Enum):
     Terminated = 3
 
 
-class DiffusionBackend:
+class BackendCore:
     """Owns the components and the state machine."""
 
     def __init__(self, config: Config) -> None:
         services, settings = config.services, config.orchestrator
         self.model = config.models
         self.text_encoder = TextEncoder(services.encoder.address or services.encoder.listen)
-        self.dit = DitModel(services.dit.address or services.dit.listen)
+        self.dit = DitPool(services.dit.address or services.dit.listen)
         self.vae = Vae(services.vae.address or services.vae.listen)
         self.artifacts = ArtifactStore(settings.results_url)
         self.store = TaskStore(settings.max_finished_tasks, self._on_delete)
@@ -53,6 +66,7 @@ class DiffusionBackend:
             self.generator,
             settings.max_queued_tasks,
         )
+        self._connect_timeout_s = settings.connect_timeout_s
         self.attn_type = ""
         """Attention back end of the DiT pool; known once it is connected."""
         self.state = BackendState.Uninitialized
@@ -77,13 +91,29 @@ class DiffusionBackend:
         return self._runner
 
     async def connect(self) -> None:
-        """Wait until every model host is ready: Uninitialized -> Initialized."""
+        """Wait until every model host is ready: Uninitialized -> Initialized.
+
+        Raises:
+            DeadlineError: one is not within orchestrator.connect_timeout_s.
+        """
         for component in self.components:
-            log.info("waiting for %s at %s", component.name, component.address)
-            await component.wait_ready()
-        pool = await self.dit.describe()
-        self.attn_type = pool.components[0].attn_type
+            await self._wait_for(component)
+        self.attn_type = (await self.dit.pool()).attn_type
         self.state = BackendState.Initialized
+
+    async def _wait_for(self, component: Component) -> None:
+        waiting = asyncio.ensure_future(component.wait_ready())
+        try:
+            async with asyncio.timeout(self._connect_timeout_s or None):
+                while not (await asyncio.wait({waiting}, timeout=_WARN_EVERY_S))[0]:
+                    log.warning("still waiting for %s at %s", component.name, component.address)
+        except TimeoutError:
+            raise DeadlineError(
+                f"{component.name} at {component.address} was not ready within "
+                f"orchestrator.connect_timeout_s={self._connect_timeout_s:g}"
+            ) from None
+        finally:
+            waiting.cancel()
 
     def start(self) -> None:
         """Take tasks: Initialized -> Running; no effect when running.
@@ -109,7 +139,7 @@ class DiffusionBackend:
     ) -> tuple[list[component_pb2.Component], list[component_pb2.ProcessMemory]]:
         """Every component and every process; a host that does not answer is listed as failed."""
         parts: list[component_pb2.Component] = []
-        memory: list[component_pb2.ProcessMemory] = []
+        memory = [process_memory("orchestrator")]
         answers = await asyncio.gather(
             *(component.describe() for component in self.components), return_exceptions=True
         )
@@ -128,18 +158,29 @@ class DiffusionBackend:
             else:
                 parts.extend(answer.components)
                 memory.extend(answer.memory)
-        return parts, memory
+        return parts, _once_each(memory)
+
+    async def pool(self) -> dit_pb2.GetPoolResponse:
+        """The DiT pool's ranks and layout; empty when it does not answer."""
+        try:
+            return await self.dit.pool()
+        except UnavailableError:
+            return dit_pb2.GetPoolResponse()
 
     async def move(self, name: str, target: str) -> component_pb2.Component:
         """Move a component to "cpu" or back to its "device".
 
         Raises:
             NotFoundError: no host has a component of that name.
+            InvalidRequestError, OutOfMemoryError, UnavailableError: as its host says.
         """
+        known: list[str] = []
         for host in self.components:
-            if name in [part.name for part in (await host.describe()).components]:
+            names = [part.name for part in (await host.describe()).components]
+            if name in names:
                 return await host.move(name, target)
-        raise NotFoundError(f"no component {name!r}")
+            known += names
+        raise NotFoundError(f"no component {name!r}: there are {', '.join(known)}")
 
     @property
     def running_count(self) -> int:
@@ -149,3 +190,16 @@ class DiffusionBackend:
     def _on_delete(self, task: Task) -> None:
         with contextlib.suppress(OSError):
             self.artifacts.delete(task.id)
+
+
+def _once_each(memory: list[component_pb2.ProcessMemory]) -> list[component_pb2.ProcessMemory]:
+    """One entry for each process, under the names of all that it hosts; the latest count wins."""
+    merged: dict[tuple[str, int], component_pb2.ProcessMemory] = {}
+    for entry in memory:
+        key = (entry.host, entry.pid)
+        names = [merged[key].process] if key in merged else []
+        # Entries without accelerator memory come from services that do not use it.
+        if key not in merged or entry.reserved_bytes >= merged[key].reserved_bytes:
+            merged[key] = entry
+        merged[key].process = ", ".join([*names, entry.process])
+    return list(merged.values())
