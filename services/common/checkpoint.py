@@ -1,4 +1,4 @@
-"""Weights from a checkpoint folder into a module that was built on the meta device.
+"""Weights from a checkpoint into a module that was built on the meta device.
 
 Reading is strict: every tensor the module expects arrives with its shape, and no other. Memory
 stays near the size of the weights, because files are mapped and copied tensor by tensor.
@@ -6,226 +6,172 @@ stays near the size of the weights, because files are mapped and copied tensor b
 
 from __future__ import annotations
 
-import json
-import pickle
+import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError
+from chitu_diffusion.errors import CheckpointError
+from services.common.weight_files import Header, headers, locate, read, some
 
-_SHOWN = 5
-_PICKLED = (".bin", ".pth", ".pt")
-# Safetensors first: a folder with both formats never falls back to the pickled one.
-_PATTERNS = ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pth")
-_USUAL_STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
+log = logging.getLogger(__name__)
+
+# Left by tools that wrap a model before they save it: in front of all names, or anywhere inside.
+_WRAPPERS = frozenset({"model", "module", "diffusion_model"})
+_INNER_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
+# Marks of tools that hold no weight.
+_IGNORED = frozenset({"scaled_fp8"})
+# Two spellings of the factor that a float8 weight was divided by.
+_SCALES = (".scale_weight", ".weight_scale")
+
+_MAX_BUDGET = 256 << 20
+_REPORT_EVERY_S = 3.0
 
 
 def load_weights(
     module: nn.Module,
-    folder: Path,
+    path: Path,
     *,
     rename: Callable[[str], str] | None = None,
     dtype: torch.dtype | Callable[[str], torch.dtype],
     device: torch.device,
     tied: Mapping[str, str] | None = None,
 ) -> None:
-    """Fill `module` with the weights in `folder`.
+    """Fill `module` with the weights at `path`.
 
     Args:
         module: built on the meta device; its parameters and persistent buffers are replaced.
-        folder: holds one safetensors file, or an index with its shards; else the same as `.bin` or
-            `.pth`. May also be such a file itself.
-        rename: from a name in the file to a name in the module.
+        path: a folder with a single file, an index or numbered shards; or such a file.
+        rename: from a name in the file, its wrappers removed, to a name in the module.
         dtype: type of floating-point tensors in memory, one for all or by name in the module. Other
-            tensors keep theirs.
+            tensors keep theirs. Float8 weights are multiplied by their scales.
         device: where the weights go.
         tied: names that share one tensor with another name; either may be missing from the files.
 
     Raises:
         CheckpointNotFoundError: the folder, its weights or some shards do not exist.
         CheckpointError: a file is corrupt, an index points outside the folder, or tensors are
-            missing, unexpected, repeated, of another shape or of a float8 type.
+            missing, unexpected, repeated, of another shape or of a float8 type without a scale.
     """
-    where = _locate(folder)
     expected = module.state_dict(keep_vars=True)
-    names = _module_names(where, rename, folder)
+    roots = {name.partition(".")[0] for name in expected}
+    where = {k: f for k, f in locate(path).items() if unwrap(k, roots) not in _IGNORED}
+    described = headers(where)
+    scales = _scales(where, described)
+    weights = {key: file for key, file in where.items() if key not in scales.values()}
+    names = {key: (rename or str)(unwrap(key, roots)) for key in weights}
     pairs = dict(tied or {})
-    _check_names(set(names.values()), set(expected), pairs, folder)
-    _check_shapes(where, names, expected, folder)
-    for file, keys in _by_file(where).items():
-        for key, tensor in _read(file, keys):
-            name = names[key]
-            kind = dtype(name) if callable(dtype) else dtype
-            _assign(module, name, _place(tensor, kind, device))
-    _tie(module, pairs, set(names.values()), folder)
+    _check_names(names, set(expected), pairs, path)
+    _check_headers(described, names, expected, scales, path)
+    factors = _factors(scales, where)
+    progress = _Progress(path, sum(expected[name].numel() for name in names.values()))
+    budget = min(_MAX_BUDGET, progress.total // 8)
+    for key, tensor in read(weights, budget):
+        name = names[key]
+        kind = dtype(name) if callable(dtype) else dtype
+        placed = _place(tensor, factors.get(key), kind, device)
+        _assign(module, name, placed)
+        progress.add(placed)
+    _tie(module, pairs, set(names.values()), path)
+    progress.finish()
 
 
-def _locate(folder: Path) -> dict[str, Path]:
-    """Find every tensor name and the file it is in."""
-    file = folder if folder.is_file() else _weights_file(folder)
-    if file.name.endswith(".index.json"):
-        return _read_index(file)
-    return dict.fromkeys(_keys(file), file)
+def shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Read the shape of every tensor at `path`, by its name without wrappers.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointError: as `load_weights`.
+    """
+    return {unwrap(key): header.shape for key, header in headers(locate(path)).items()}
 
 
-def _weights_file(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise CheckpointNotFoundError(f"checkpoint folder {folder} does not exist")
-    for pattern in _PATTERNS:
-        found = sorted(path for path in folder.glob(pattern) if path.is_file())
-        usual = [path for path in found if path.name.split(".")[0] in _USUAL_STEMS]
-        plain = [path for path in usual if path.name == f"{path.name.split('.')[0]}{pattern[1:]}"]
-        for candidates in (plain, usual, found):
-            if len(candidates) == 1:
-                return candidates[0]
-        if found:
-            raise CheckpointError(
-                f"{folder} holds several weight files and no index: {_some(p.name for p in found)}"
-            )
-    raise CheckpointNotFoundError(f"{folder} holds no weights (none of {', '.join(_PATTERNS)})")
+def unwrap(name: str, roots: Collection[str] = ()) -> str:
+    """Remove what wrapping tools put into a name, save first parts that are among `roots`."""
+    parts = [part for part in name.split(".") if part not in _INNER_WRAPPERS]
+    while parts and parts[0] in _WRAPPERS and parts[0] not in roots:
+        del parts[0]
+    return ".".join(parts)
 
 
-def _read_index(index: Path) -> dict[str, Path]:
-    try:
-        shards = json.loads(index.read_text("utf-8"))["weight_map"]
-        where = {str(key): index.parent / str(shard) for key, shard in shards.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not a weight index: {error!r}") from error
-    root = index.parent.resolve()
-    outside = sorted({str(s) for s in shards.values() if (root / str(s)).parent.resolve() != root})
-    if outside:
-        raise CheckpointError(f"{index} points outside its folder: {_some(outside)}")
-    missing = sorted({file.name for file in where.values() if not file.is_file()})
-    if missing:
-        raise CheckpointNotFoundError(f"{index} names files that are missing: {', '.join(missing)}")
-    _check_index(index, where)
-    return where
+def _scales(where: Mapping[str, Path], described: Mapping[str, Header]) -> dict[str, str]:
+    """Find the scale of each float8 weight, by the names in the files."""
+    found = {}
+    for key in where:
+        for suffix in _SCALES:
+            weight = f"{key.removesuffix(suffix)}.weight"
+            if key.endswith(suffix) and weight in described and described[weight].is_float8:
+                found[weight] = key
+    return found
 
 
-def _check_index(index: Path, where: Mapping[str, Path]) -> None:
-    """Require that the shards hold what the index says, and nothing that it leaves out."""
-    held = {file: set(_keys(file)) for file in sorted(set(where.values()))}
-    absent = sorted(key for key, file in where.items() if key not in held[file])
-    if absent:
-        raise CheckpointError(f"{index} names tensors its shards lack: {_some(absent)}")
-    extra = sorted(set().union(*held.values()) - set(where))
-    if extra:
-        raise CheckpointError(f"{index} leaves out tensors of its shards: {_some(extra)}")
-
-
-def _module_names(
-    where: Mapping[str, Path], rename: Callable[[str], str] | None, folder: Path
-) -> dict[str, str]:
-    names = {key: rename(key) if rename else key for key in where}
-    twice = sorted(name for name, count in Counter(names.values()).items() if count > 1)
-    if twice:
-        raise CheckpointError(f"{folder}: two tensors become the same: {_some(twice)}")
-    return names
+def _factors(scales: Mapping[str, str], where: Mapping[str, Path]) -> dict[str, torch.Tensor]:
+    """Read the scales as float32."""
+    files = {key: where[key] for key in scales.values()}
+    values = {key: tensor.float() for key, tensor in read(files, _MAX_BUDGET)}
+    return {weight: values[key] for weight, key in scales.items()}
 
 
 def _check_names(
-    given: set[str], expected: set[str], tied: Mapping[str, str], folder: Path
+    names: Mapping[str, str], expected: set[str], tied: Mapping[str, str], path: Path
 ) -> None:
+    twice = sorted(name for name, count in Counter(names.values()).items() if count > 1)
+    if twice:
+        raise CheckpointError(f"{path}: two tensors become the same: {some(twice)}")
+    given = set(names.values())
     reachable = set(given)
     for name, source in tied.items():
         if name in given or source in given:
             reachable |= {name, source}
-    missing, extra = sorted(expected - reachable), sorted(given - expected)
+    missing = sorted(expected - reachable)
+    extra = sorted(key for key, name in names.items() if name not in expected)
     problems = []
     if missing:
-        problems.append(f"{len(missing)} missing: {_some(missing)}")
+        problems.append(f"{len(missing)} missing: {some(missing)}")
     if extra:
-        problems.append(f"{len(extra)} unexpected: {_some(extra)}")
+        problems.append(f"{len(extra)} unexpected: {some(extra)}")
     if problems:
-        raise CheckpointError(f"{folder} does not fit the model; tensors {'; '.join(problems)}")
+        raise CheckpointError(f"{path} does not fit the model; tensors {'; '.join(problems)}")
 
 
-def _check_shapes(
-    where: Mapping[str, Path],
+def _check_headers(
+    described: Mapping[str, Header],
     names: Mapping[str, str],
     expected: Mapping[str, torch.Tensor],
-    folder: Path,
+    scales: Mapping[str, str],
+    path: Path,
 ) -> None:
-    problems, float8 = [], []
-    for file, keys in _by_file(where).items():
-        for key, shape, kind in _headers(file, keys):
-            want = tuple(expected[names[key]].shape)
-            if shape != want:
-                problems.append(f"{key} is {list(shape)}, the model has {list(want)}")
-            if "F8" in kind.upper() or "float8" in kind:
-                float8.append(key)
+    problems = []
+    for key, name in names.items():
+        shape, want = described[key].shape, tuple(expected[name].shape)
+        if shape != want:
+            problems.append(f"{key} is {list(shape)}, the model has {list(want)}")
+    for weight, scale in scales.items():
+        shape, rows = described[scale].shape, described[weight].shape[:1]
+        if shape not in ((), (1,), rows, (*rows, 1)):
+            problems.append(f"{scale} is {list(shape)}: must be one value, or one for each row")
     if problems:
-        raise CheckpointError(f"{folder} does not fit the model; shapes: {_some(problems)}")
+        raise CheckpointError(f"{path} does not fit the model; shapes: {some(problems)}")
+    float8 = [key for key in names if described[key].is_float8 and key not in scales]
     if float8:
-        raise CheckpointError(f"{folder}: float8 weights cannot be loaded: {_some(float8)}")
+        raise CheckpointError(
+            f"{path}: float8 weights without a scale ({' or '.join(_SCALES)}) cannot be loaded: "
+            f"{some(float8)}"
+        )
 
 
-def _by_file(where: Mapping[str, Path]) -> dict[Path, list[str]]:
-    files: dict[Path, list[str]] = {}
-    for key, file in where.items():
-        files.setdefault(file, []).append(key)
-    return files
-
-
-def _keys(file: Path) -> list[str]:
-    if file.suffix in _PICKLED:
-        return list(_unpickle(file))
-    try:
-        with safe_open(file, "pt") as opened:
-            return list(opened.keys())
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is corrupt: {error}") from error
-
-
-def _headers(file: Path, keys: Iterable[str]) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Yield name, shape and element type of tensors, without reading their data."""
-    if file.suffix in _PICKLED:
-        tensors = _unpickle(file)
-        for key in keys:
-            yield key, tuple(tensors[key].shape), str(tensors[key].dtype)
-        return
-    with safe_open(file, "pt") as opened:
-        for key in keys:
-            part = opened.get_slice(key)
-            yield key, tuple(part.get_shape()), part.get_dtype()
-
-
-def _read(file: Path, keys: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors that may lie in the mapped file: copy each before the next."""
-    if file.suffix in _PICKLED:
-        tensors = _unpickle(file)
-        for key in keys:
-            yield key, tensors[key]
-        return
-    for key in keys:
-        # Opened anew for each tensor: pages of an open mapping would count as resident memory.
-        try:
-            with safe_open(file, "pt") as opened:
-                tensor = opened.get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: tensor {key!r} is corrupt: {error}") from error
-        yield key, tensor
-
-
-def _unpickle(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{file} is corrupt or more than tensors: {error}") from error
-    if not isinstance(tensors, dict) or not all(
-        isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in tensors.items()
-    ):
-        raise CheckpointError(f"{file} is not a mapping of names to tensors")
-    return tensors
-
-
-def _place(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _place(
+    tensor: torch.Tensor, factor: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Copy a tensor, so that it no longer depends on the file."""
+    if factor is not None:
+        if factor.numel() > 1:
+            factor = factor.reshape(-1, *[1] * (tensor.ndim - 1))
+        tensor = tensor.to(device=device, dtype=torch.float32) * factor.to(device)
+        return tensor.to(dtype)
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     return tensor.to(device=device, dtype=kind, copy=True).contiguous()
 
@@ -239,19 +185,41 @@ def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         owner._buffers[leaf] = tensor
 
 
-def _tie(module: nn.Module, tied: Mapping[str, str], given: set[str], folder: Path) -> None:
+def _tie(module: nn.Module, tied: Mapping[str, str], given: set[str], path: Path) -> None:
     """Make each pair one tensor; two different copies in the files are an error."""
     for name, source in tied.items():
         if source not in given:
             name, source = source, name
         shared = module.get_parameter(source)
         if name in given and not torch.equal(module.get_parameter(name), shared):
-            raise CheckpointError(f"{folder}: {name} and {source} must be equal")
-        path, _, leaf = name.rpartition(".")
-        module.get_submodule(path)._parameters[leaf] = shared
+            raise CheckpointError(f"{path}: {name} and {source} must be equal")
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._parameters[leaf] = shared
 
 
-def _some(items: Iterable[str]) -> str:
-    listed = list(items)
-    rest = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return ", ".join(listed[:_SHOWN]) + rest
+class _Progress:
+    """Tells how far reading is, every few seconds, and how fast it was."""
+
+    def __init__(self, path: Path, total: int) -> None:
+        self.total = total
+        """Values to read."""
+        self._path = path
+        self._values = self._bytes = 0
+        self._began = self._told = time.monotonic()
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that has arrived."""
+        self._values += tensor.numel()
+        self._bytes += tensor.nbytes
+        if time.monotonic() - self._told >= _REPORT_EVERY_S:
+            self._told = time.monotonic()
+            self._tell(f"reading {self._path}: {self._values / max(self.total, 1):.0%}")
+
+    def finish(self) -> None:
+        """Tell the whole."""
+        self._tell(f"read {self._path}")
+
+    def _tell(self, what: str) -> None:
+        seconds = time.monotonic() - self._began
+        rate = self._bytes / 1e9 / max(seconds, 1e-9)
+        log.info("%s, %.2f GB in %.1f s (%.2f GB/s)", what, self._bytes / 1e9, seconds, rate)

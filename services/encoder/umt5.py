@@ -10,8 +10,9 @@ import torch
 from transformers import UMT5Config, UMT5EncoderModel
 
 from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError, ComponentError
-from services.common.checkpoint import load_weights
+from services.common.checkpoint import load_weights, shapes
 from services.common.placement import move_module
+from services.encoder.weights import architecture, find_weights, transformers_name
 
 # Checkpoints store the embedding table once or twice, under either name.
 _TIED = {"encoder.embed_tokens.weight": "shared.weight"}
@@ -30,18 +31,26 @@ class TextEncoder:
 
     @classmethod
     def load(cls, ckpt_dir: Path, device: torch.device, dtype: torch.dtype) -> TextEncoder:
-        """Read `ckpt_dir`/text_encoder (diffusers' layout).
+        """Read the text encoder of a checkpoint in diffusers' or the original layout.
 
         Raises:
-            CheckpointNotFoundError: the folder or its config.json is missing.
+            CheckpointNotFoundError: it has none, or its config.json is missing.
             CheckpointError: another architecture, or weights that do not fit it exactly.
         """
-        folder = ckpt_dir / "text_encoder"
-        config = _read_config(folder)
+        weights = find_weights(ckpt_dir)
+        original = weights.is_file()
+        config = _original_config(weights) if original else _read_config(weights)
         # On the meta device nothing is allocated or initialised; the loader brings the memory.
         with torch.device("meta"):
             model = UMT5EncoderModel(config)
-        load_weights(model, folder, dtype=dtype, device=device, tied=_TIED)
+        load_weights(
+            model,
+            weights,
+            rename=transformers_name if original else None,
+            dtype=dtype,
+            device=device,
+            tied=_TIED,
+        )
         return cls(model, device, dtype)
 
     @property
@@ -87,13 +96,14 @@ class TextEncoder:
         return rows
 
 
+def _original_config(file: Path) -> Any:
+    return UMT5Config(**architecture(shapes(file), file))
+
+
 def _read_config(folder: Path) -> Any:
     file = folder / "config.json"
     if not file.is_file():
-        raise CheckpointNotFoundError(
-            f"{file}: not found. The text encoder is read in diffusers' layout; "
-            "the original layout's .pth file is not supported here"
-        )
+        raise CheckpointNotFoundError(f"{file}: not found")
     try:
         config, _ = UMT5Config.get_config_dict(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:

@@ -11,8 +11,9 @@ from diffusers import AutoencoderKLWan
 from torch import nn
 
 from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError, ComponentError
-from services.common.checkpoint import load_weights
+from services.common.checkpoint import load_weights, shapes
 from services.common.placement import move_module
+from services.vae.weights import architecture, diffusers_name, find_weights
 
 
 class WanVae:
@@ -39,18 +40,20 @@ class WanVae:
 
     @classmethod
     def load(cls, ckpt_dir: Path, device: torch.device, dtype: torch.dtype) -> WanVae:
-        """Read `ckpt_dir`/vae (diffusers' layout).
+        """Read the VAE of a checkpoint in diffusers' or the original layout.
 
         Raises:
-            CheckpointNotFoundError: the folder or its config.json is missing.
+            CheckpointNotFoundError: it has none, or its config.json is missing.
             CheckpointError: another architecture, or weights that do not fit it exactly.
         """
-        folder = ckpt_dir / "vae"
-        config = _read_config(folder)
+        weights = find_weights(ckpt_dir)
+        original = weights.is_file()
+        config = architecture(shapes(weights), weights) if original else _read_config(weights)
         # On the meta device nothing is allocated or initialised; the loader brings the memory.
         with torch.device("meta"):
             model = AutoencoderKLWan.from_config(config)
-        load_weights(model, folder, dtype=dtype, device=device)
+        rename = diffusers_name(config["num_res_blocks"]) if original else None
+        load_weights(model, weights, rename=rename, dtype=dtype, device=device)
         return cls(model, device, dtype)
 
     @property
@@ -129,10 +132,7 @@ def _per_channel(values: list[float], device: torch.device) -> torch.Tensor:
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
-        raise CheckpointNotFoundError(
-            f"{file}: not found. The VAE is read in diffusers' layout; "
-            "the original layout's .pth file is not supported here"
-        )
+        raise CheckpointNotFoundError(f"{file}: not found")
     try:
         config: dict[str, Any] = AutoencoderKLWan.load_config(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:

@@ -284,3 +284,177 @@ def test_tied_pair_that_differs_or_is_absent(tmp_path: Path) -> None:
     save_file({}, tmp_path / "m.safetensors")
     with pytest.raises(CheckpointError, match=r"missing: shared\.weight, tokens\.weight"):
         load_weights(net, tmp_path, dtype=torch.float32, device=CPU, tied=TIED)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        "model.{}",
+        "module.{}",
+        "model.diffusion_model.{}",
+        "module._orig_mod.{}",
+        "{0}._checkpoint_wrapped_module.{1}",
+    ],
+)
+@pytest.mark.parametrize("suffix", ["safetensors", "pth"])
+def test_wrapped_names(
+    tmp_path: Path, weights: dict[str, torch.Tensor], wrapped: str, suffix: str
+) -> None:
+    def wrap(key: str) -> str:
+        owner, _, leaf = key.rpartition(".")
+        return wrapped.format(owner, leaf) if "{0}" in wrapped and owner else wrapped.format(key)
+
+    if "{0}" in wrapped:
+        renamed = {wrap(k) if "." in k else k: v for k, v in weights.items()}
+    else:
+        renamed = {wrap(k): v for k, v in weights.items()}
+    assert set(renamed) != set(weights)
+    if suffix == "pth":
+        torch.save(renamed, tmp_path / "model.pth")
+    else:
+        save_file(renamed, tmp_path / "model.safetensors")
+    assert_equal(load(tmp_path), weights)
+
+
+def test_a_modules_own_first_name_is_no_wrapper(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        net = nn.ModuleDict({"model": nn.Linear(2, 2, bias=False)})
+    save_file({"module.model.weight": torch.ones(2, 2)}, tmp_path / "m.safetensors")
+    load_weights(net, tmp_path, dtype=torch.float32, device=CPU)
+    assert torch.equal(net["model"].weight, torch.ones(2, 2))
+
+
+def test_names_that_become_equal_are_refused(
+    tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    weights["module.first.bias"] = weights["first.bias"].clone()
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"become the same: first\.bias"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_numbered_shards_without_an_index(
+    tmp_path: Path, weights: dict[str, torch.Tensor], suffix: str
+) -> None:
+    shard(tmp_path, weights, suffix)
+    next(tmp_path.glob("*.index.json")).unlink()
+    assert_equal(load(tmp_path), weights)
+    first = next(tmp_path.glob("*-00001-of-00002*"))
+    first.unlink()
+    with pytest.raises(CheckpointNotFoundError, match=rf"missing: {first.name}"):
+        load(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_refused(
+    tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    for number in (1, 2):
+        save_file(weights, tmp_path / f"model-0000{number}-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match=r"in two shards: counts, first\.bias"):
+        load(tmp_path)
+
+
+def test_shards_may_be_links_out_of_the_folder(
+    tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    snapshot, blobs = tmp_path / "snapshot", tmp_path / "blobs"
+    snapshot.mkdir()
+    blobs.mkdir()
+    shard(snapshot, weights)
+    for file in list(snapshot.iterdir()):
+        file.rename(blobs / file.name)
+        file.symlink_to(blobs / file.name)
+    assert_equal(load(snapshot), weights)
+
+
+@pytest.mark.parametrize("suffix", ["scale_weight", "weight_scale"])
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (4, 1)])
+def test_float8_weights_are_scaled(
+    tmp_path: Path, weights: dict[str, torch.Tensor], suffix: str, shape: tuple[int, ...]
+) -> None:
+    scale = torch.rand(shape) + 0.5
+    rows = scale.reshape(-1, 1) if scale.numel() > 1 else scale
+    stored = (weights["first.weight"] / rows).to(torch.float8_e4m3fn)
+    expected = stored.float() * rows
+    save_file(
+        {
+            **weights,
+            "first.weight": stored,
+            f"first.{suffix}": scale,
+            "scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn),
+        },
+        tmp_path / "model.safetensors",
+    )
+    net = load(tmp_path)
+    assert torch.equal(net.first.weight, expected)
+    assert torch.equal(net.second.weight, weights["second.weight"])
+
+
+def test_a_scale_must_fit_and_belong_to_a_float8_weight(
+    tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({**weights, "first.scale_weight": torch.ones(())}, file)
+    with pytest.raises(CheckpointError, match=r"unexpected: first\.scale_weight"):
+        load(tmp_path)
+    float8 = weights["first.weight"].to(torch.float8_e4m3fn)
+    save_file({**weights, "first.weight": float8, "first.scale_weight": torch.ones(3)}, file)
+    with pytest.raises(CheckpointError, match=r"first\.scale_weight is \[3\]: must be one value"):
+        load(tmp_path)
+
+
+def header(length: int, text: bytes, data: bytes = b"") -> bytes:
+    return length.to_bytes(8, "little") + text + data
+
+
+TENSOR = b'{"first.bias":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"1234567",
+        header(2**50, b"{}"),
+        header(2**63, b"{}"),
+        header(2**27, b"{}" + b" " * 2**20),
+        header(len(TENSOR), TENSOR, bytes(15)),
+        header(len(TENSOR), TENSOR, bytes(17)),
+        header(len(TENSOR), TENSOR.replace(b"[4]", b"[-4]"), bytes(16)),
+        header(len(TENSOR), TENSOR.replace(b"[4]", b"[5]"), bytes(16)),
+        header(len(TENSOR), TENSOR.replace(b"F32", b"F99"), bytes(16)),
+    ],
+)
+def test_a_corrupt_header_is_refused_at_once(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02}q\x00.", bytes(1000)])
+def test_a_corrupt_pickle_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.pth").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.pth"):
+        load(tmp_path)
+
+
+def test_an_unknown_naming_scheme_shows_both_sides(
+    tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    save_file({f"net.{k}": v for k, v in weights.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"5 missing: counts, first.*5 unexpected: net\.counts, net\.first"
+    ):
+        load(tmp_path)
+
+
+def test_the_choice_between_formats_and_the_rate_are_logged(
+    tmp_path: Path, weights: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    save_file(weights, tmp_path / "model.safetensors")
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    with caplog.at_level("INFO"):
+        load(tmp_path)
+    assert "reading model.safetensors, not the .bin files" in caplog.text
+    assert "GB/s" in caplog.text

@@ -40,11 +40,6 @@ def test_wrapped_names(
     assert torch.equal(model.proj_out.weight, experts[0].proj_out.weight)
 
 
-def test_wrapper_inside_a_name() -> None:
-    name = "blocks.3._checkpoint_wrapped_module.self_attn.q.weight"
-    assert diffusers_name(name) == "blocks.3.attn1.to_q.weight"
-
-
 def test_types_of_weights(experts: list[WanTransformer3DModel]) -> None:
     exact = {
         name

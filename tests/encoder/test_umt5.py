@@ -10,7 +10,7 @@ from diffusers import WanPipeline
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError, ComponentError
+from chitu_diffusion.errors import CheckpointError, ComponentError
 from services.encoder.prompt import PromptTokenizer
 from services.encoder.umt5 import TextEncoder
 from tests.encoder.conftest import TEXT_DIM, TEXT_LEN
@@ -118,12 +118,6 @@ def test_values_that_are_not_finite_are_an_error(ckpt_dir: Path, tmp_path: Path)
     encoder = TextEncoder.load(tmp_path, CPU, torch.float32)
     with pytest.raises(ComponentError, match="text 0 are not finite"):
         encoder.encode([[5, 1]])
-
-
-def test_original_layout_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "models_t5_umt5-xxl-enc-bf16.pth").touch()
-    with pytest.raises(CheckpointNotFoundError, match="text_encoder"):
-        TextEncoder.load(tmp_path, CPU, torch.float32)
 
 
 def test_another_architecture_is_refused(ckpt_dir: Path, tmp_path: Path) -> None:

@@ -114,7 +114,8 @@ def test_pixels_that_are_not_finite_are_an_error(ckpt_dir: Path, tmp_path: Path)
         next(broken.decode(make_latents(1)))
 
 
-def test_missing_folder_is_named(tmp_path: Path) -> None:
+def test_missing_configuration_is_named(tmp_path: Path) -> None:
+    (tmp_path / "vae").mkdir()
     with pytest.raises(CheckpointNotFoundError, match=r"vae.config\.json: not found"):
         WanVae.load(tmp_path, CPU, torch.float32)
 

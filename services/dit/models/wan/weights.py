@@ -12,9 +12,6 @@ import torch
 
 from chitu_diffusion.errors import CheckpointNotFoundError
 
-# Left by tools that wrap the model, or parts of it, before they save it.
-_WRAPPERS = re.compile(r"^model\.diffusion_model\.|^module\.|(?<=\.)_checkpoint_wrapped_module\.")
-
 _ORIGINAL_TO_DIFFUSERS = (
     (r"^text_embedding\.0\.", "condition_embedder.text_embedder.linear_1."),
     (r"^text_embedding\.2\.", "condition_embedder.text_embedder.linear_2."),
@@ -41,7 +38,6 @@ _FLOAT32 = re.compile(r"scale_shift_table$|norm[\w]*\.weight$|norm2\.bias$|time_
 
 def diffusers_name(name: str) -> str:
     """Translate a name of either layout to the diffusers one; other names stay as they are."""
-    name = _WRAPPERS.sub("", name)
     for pattern, replacement in _ORIGINAL_TO_DIFFUSERS:
         name, count = re.subn(pattern, replacement, name)
         if count:
