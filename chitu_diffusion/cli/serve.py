@@ -26,4 +26,5 @@ def serve(
         typer.echo("ready")
 
     config = configuration.load(overrides or [])
+    logging.getLogger(__name__).info("configuration:\n%s", configuration.to_yaml(config))
     raise typer.Exit(launch.serve(config, overrides or [], on_ready))

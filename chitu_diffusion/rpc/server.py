@@ -139,6 +139,8 @@ def run(make_service: Callable[[Config], Service], argv: Sequence[str] | None = 
     )
     try:
         config = configuration.load(arguments)
+        if PARENT_PID not in os.environ:  # else whoever started this process has told it
+            log.info("configuration:\n%s", configuration.to_yaml(config))
         return asyncio.run(_run(make_service, config))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
