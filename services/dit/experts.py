@@ -6,8 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from chitu_diffusion.config.schema import ModelConfig
 from services.common.placement import move_module
 from services.dit.models import Transformer
+
+
+def component_names(model: ModelConfig) -> list[str]:
+    """Names of a model's transformers, in order."""
+    return ["transformer"] if model.boundary_ratio is None else ["transformer", "transformer_2"]
 
 
 class Experts:
@@ -26,7 +32,8 @@ class Experts:
     ) -> None:
         """Take models that are at `home`; by default that is the device."""
         self._models = list(models)
-        self._device = device
+        self.device = device
+        """Where they compute."""
         self._homes = [home or device for _ in models]
         self.where = list(self._homes)
         """Where each is now."""
@@ -47,7 +54,7 @@ class Experts:
         for other in range(len(self._models)):
             if other != index:
                 self._bring(other, self._homes[other])
-        self._bring(index, self._device)
+        self._bring(index, self.device)
         return self._models[index]
 
     def rest(self) -> None:
@@ -55,12 +62,13 @@ class Experts:
         for index, home in enumerate(self._homes):
             self._bring(index, home)
 
-    def settle(self, index: int, home: torch.device) -> None:
-        """Give a transformer another home, and take it there.
+    def settle(self, index: int, target: str) -> None:
+        """Give a transformer another home, "cpu" or "device", and take it there.
 
         Raises:
             OutOfMemoryError: it does not fit; it stays where it was.
         """
+        home = self.device if target == "device" else torch.device("cpu")
         self._bring(index, home)
         self._homes[index] = home
 

@@ -10,14 +10,10 @@ import asyncio
 import dataclasses
 import os
 import socket
-import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
-
-import torch
 
 from chitu_diffusion.config.schema import Config
 from chitu_diffusion.errors import (
@@ -31,80 +27,13 @@ from chitu_diffusion.errors import (
 from chitu_diffusion.v1 import component_pb2, dit_pb2
 from services.common.memory import process_memory
 from services.common.placement import dtype_name
-from services.dit.denoiser import Checkpoint
-from services.dit.rank import Event, Forward, ForwardDone, Rank, Slice, component_names
+from services.dit.experts import component_names
+from services.dit.jobs import Forward, ForwardDone, Slice
+from services.dit.rank import Rank
+from services.dit.stream import SliceStream
 
 _MAX_KNOWN_TASKS = 10_000
 ONE_RANK = dit_pb2.Layout(cfg_size=1, ulysses_degree=1, ring_degree=1)
-
-
-class SliceStream:
-    """Events of one slice, from the thread that runs it to the event loop that reads them.
-
-    Holds at most one checkpoint: a newer one takes the place of one that nobody has read yet.
-    """
-
-    def __init__(self, job: Slice) -> None:
-        self.job = job
-        self.submitted = time.perf_counter()
-        self.started: float | None = None
-        """When its turn came."""
-        self._loop = asyncio.get_running_loop()
-        self._events: deque[Event] = deque()
-        self._arrived = asyncio.Event()
-        self._ended = False
-        self._error: ChituError | None = None
-        self._stop = threading.Event()
-        self._stop_error: ChituError | None = None
-
-    @property
-    def waited_seconds(self) -> float:
-        """How long it waited for its turn."""
-        return (self.started or time.perf_counter()) - self.submitted
-
-    def cancel(self, error: ChituError | None = None) -> None:
-        """End the slice at the next step boundary; a reader gets `error`, or CancelledTaskError."""
-        if not self._stop.is_set():
-            self._stop_error = error
-            self._stop.set()
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether it shall end."""
-        return self._stop.is_set()
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """Yield events until the slice has ended; raises the error that ended it."""
-        while True:
-            await self._arrived.wait()
-            self._arrived.clear()
-            while self._events:
-                yield self._events.popleft()
-            if self._ended:
-                if self._error is not None:
-                    raise self._error
-                return
-
-    def put(self, event: Event) -> None:
-        """Add an event; called by the thread that runs the slice."""
-        self._loop.call_soon_threadsafe(self._put, event)
-
-    def end(self, error: ChituError | None) -> None:
-        """Close the stream; called by the thread that runs the slice."""
-        if isinstance(error, CancelledTaskError) and self._stop_error is not None:
-            error = self._stop_error
-        self._loop.call_soon_threadsafe(self._end, error)
-
-    def _put(self, event: Event) -> None:
-        if isinstance(event, Checkpoint):
-            unread = [old for old in self._events if not isinstance(old, Checkpoint)]
-            self._events = deque(unread)
-        self._events.append(event)
-        self._arrived.set()
-
-    def _end(self, error: ChituError | None) -> None:
-        self._ended, self._error = True, error
-        self._arrived.set()
 
 
 class Pool(Protocol):
@@ -116,8 +45,8 @@ class Pool(Protocol):
     def check(self) -> None:
         """Raise `UnavailableError` unless slices are taken."""
 
-    def check_attention(self, attn_type: str) -> None:
-        """Raise `ConfigError` unless the ranks can run this kernel."""
+    def check_attention(self, attn_type: str, field: str) -> None:
+        """Raise `ConfigError`, naming the request's field, unless the ranks can run this kernel."""
 
     def submit(self, job: Slice) -> SliceStream:
         """Queue a slice. Slices of one rank run one at a time, first come, first served.
@@ -202,9 +131,9 @@ class LocalPool:
         if self._state == component_pb2.COMPONENT_STATE_FAILED:
             raise UnavailableError(f"weights could not be loaded: {self._failure}")
 
-    def check_attention(self, attn_type: str) -> None:
+    def check_attention(self, attn_type: str, field: str) -> None:
         """Raise `ConfigError` unless the rank can run this kernel."""
-        self.rank.select_attention(attn_type, "params.attn_type")
+        self.rank.select_attention(attn_type, field)
 
     def submit(self, job: Slice) -> SliceStream:
         """Queue a slice behind the others."""
@@ -265,9 +194,8 @@ class LocalPool:
         """Give a transformer another home, on the rank's thread."""
         self.check()
         position = component_names(self._config.models).index(name)
-        home = self.rank.device if target == "device" else torch.device("cpu")
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, self.rank.experts.settle, position, home)
+        await loop.run_in_executor(self._thread, self.rank.experts.settle, position, target)
         return self._component(position, name)
 
     def describe(self) -> dit_pb2.GetPoolResponse:

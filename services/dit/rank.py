@@ -5,18 +5,16 @@ A rank knows nothing of gRPC or asyncio: a slice goes in, events come out.
 
 from __future__ import annotations
 
-import enum
 import gc
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from chitu_diffusion.config.schema import Config, ModelConfig
+from chitu_diffusion.config.schema import Config
 from chitu_diffusion.errors import (
     ChituError,
     ComponentError,
@@ -24,15 +22,15 @@ from chitu_diffusion.errors import (
     NotFoundError,
     OutOfMemoryError,
 )
-from chitu_diffusion.v1 import component_pb2
 from services.common.checkpoint import load_weights
 from services.common.memory import stage_report
 from services.common.placement import resolve_device, resolve_dtype
 from services.dit.attention import Attention, select
-from services.dit.denoiser import Checkpoint, Denoiser, Plan, Prompts, StepDone, TaskState
+from services.dit.denoiser import Denoiser, Prompts, TaskState
 from services.dit.experts import Experts
 from services.dit.flexcache import NoCache
 from services.dit.guidance import Execution, guided_velocity
+from services.dit.jobs import Event, Forward, ForwardDone, Slice, SliceDone, Source
 from services.dit.models import Transformer, get_family
 from services.dit.parallel import OneRank
 
@@ -41,89 +39,8 @@ log = logging.getLogger(__name__)
 MAX_HELD = 8
 """States kept between slices. The oldest goes first; its task then needs a checkpoint."""
 
-
 _ON_CPU_LEVEL = 3
 """infer.diffusion.low_mem_level from which the transformers live in host memory."""
-
-
-class Source(enum.Enum):
-    """Where a slice's first latents come from."""
-
-    NOISE = enum.auto()
-    HELD = enum.auto()
-    CHECKPOINT = enum.auto()
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Steps [first_step, end_step) of one task, and what to give back."""
-
-    task_id: str
-    attempt: int
-    plan: Plan
-    first_step: int
-    end_step: int
-    source: Source
-    prompt_embeds: torch.Tensor
-    """(length, text_dim), any float type: true rows only."""
-    negative_prompt_embeds: torch.Tensor | None = None
-    checkpoint: Checkpoint | None = None
-    """Set when source is CHECKPOINT."""
-    attn_type: str = ""
-    """Empty = the rank's own."""
-    keep_state: bool = False
-    return_latents: bool = False
-    return_checkpoint: bool = False
-    checkpoint_interval_s: float = 0.0
-    """0 = none between steps."""
-
-
-@dataclass(frozen=True)
-class SliceDone:
-    """The slice has ended."""
-
-    next_step: int
-    attn_type: str
-    report: component_pb2.StageReport
-    """Time and memory, without the time it waited."""
-    latents: torch.Tensor | None
-    """On the CPU, if asked for."""
-    checkpoint: Checkpoint | None
-    """If asked for."""
-
-
-Event = StepDone | Checkpoint | SliceDone
-
-
-@dataclass(frozen=True)
-class Forward:
-    """One run of one transformer."""
-
-    expert: int
-    """Position in the list of experts."""
-    hidden_states: torch.Tensor
-    """(1, C, F, H, W), any float type."""
-    timestep: float
-    prompt_embeds: torch.Tensor
-    """(length, text_dim), any float type."""
-    attn_type: str = ""
-    """Empty = the rank's own."""
-
-
-@dataclass(frozen=True)
-class ForwardDone:
-    """What came of a `Forward`."""
-
-    velocity: torch.Tensor
-    """(1, C, F, H, W) float32 on the CPU."""
-    attn_type: str
-    report: component_pb2.StageReport
-    """Time and memory, without the time it waited."""
-
-
-def component_names(model: ModelConfig) -> list[str]:
-    """Names of a model's transformers, in order."""
-    return ["transformer"] if model.boundary_ratio is None else ["transformer", "transformer_2"]
 
 
 class Rank:
@@ -156,6 +73,7 @@ class Rank:
         """Read the weights of every expert.
 
         Raises:
+            ConfigError: models.ckpt_dir is not set.
             CheckpointError, CheckpointNotFoundError: see `load_weights`.
             OutOfMemoryError: they do not fit.
         """

@@ -1,4 +1,4 @@
-"""The door of the DiT service: what a request must be, checked before any work."""
+"""The door of Plan and Denoise: what a request must be, checked before any work."""
 
 from __future__ import annotations
 
@@ -8,23 +8,17 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from chitu_diffusion.config.schema import ModelConfig
-from chitu_diffusion.errors import (
-    InvalidRequestError,
-    NotFoundError,
-    PreconditionError,
-    Violation,
-)
+from chitu_diffusion.errors import PreconditionError, Violation
 from chitu_diffusion.v1 import dit_pb2
 from chitu_diffusion.wire import Payload
 from services.dit.attention import ATTN_TYPES
 from services.dit.denoiser import Checkpoint, DenoiseParams, Plan, make_plan
 from services.dit.guidance import uses_negative
+from services.dit.jobs import Slice, Source
 from services.dit.models import get_family
-from services.dit.rank import Forward, Slice, Source, component_names
+from services.dit.rules import FLOATS, listed, not_finite, refuse
 from services.dit.solvers import SOLVERS, SolverState
-from services.dit.solvers.grid import TRAIN_TIMESTEPS
 
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
 _SOURCES = {
     dit_pb2.LATENT_SOURCE_NOISE: Source.NOISE,
     dit_pb2.LATENT_SOURCE_HELD: Source.HELD,
@@ -39,7 +33,7 @@ def parse_params(params: dit_pb2.DenoiseParams, model: ModelConfig) -> DenoisePa
         InvalidRequestError: names every field that breaks a rule.
         PreconditionError: feature reuse is asked for.
     """
-    _refuse([*_shape_problems(params, model), *_sampling_problems(params, model)])
+    refuse([*_shape_problems(params, model), *_sampling_problems(params, model)])
     if params.HasField("flexcache"):
         raise PreconditionError(
             f"params.flexcache: this pool was started without feature reuse "
@@ -89,12 +83,12 @@ def _sampling_problems(params: dit_pb2.DenoiseParams, model: ModelConfig) -> Ite
     if not 1 <= steps <= 1000:
         yield Violation("params.num_inference_steps", f"{steps}: must be 1 to 1000")
     if params.solver not in SOLVERS:
-        yield Violation("params.solver", f"{params.solver!r}: must be one of {_listed(SOLVERS)}")
+        yield Violation("params.solver", f"{params.solver!r}: must be one of {listed(SOLVERS)}")
     if not (math.isfinite(params.flow_shift) and params.flow_shift > 0):
         yield Violation("params.flow_shift", f"{params.flow_shift}: must be > 0 and finite")
     if params.attn_type and params.attn_type not in ATTN_TYPES:
         yield Violation(
-            "params.attn_type", f"{params.attn_type!r}: must be one of {_listed(ATTN_TYPES)}"
+            "params.attn_type", f"{params.attn_type!r}: must be one of {listed(ATTN_TYPES)}"
         )
     yield from _guidance_problems("guidance_scale", params.guidance_scale)
     two = model.boundary_ratio is not None
@@ -125,7 +119,7 @@ def parse_start(start: dit_pb2.DenoiseStart, model: ModelConfig) -> Plan:
         PreconditionError: it asks for a layout, ranks or previews that this pool does not have.
     """
     plan = make_plan(parse_params(start.params, model))
-    _refuse([*_range_problems(start), *_source_problems(start)])
+    refuse([*_range_problems(start), *_source_problems(start)])
     layout = start.layout
     degrees = (layout.cfg_size, layout.ulysses_degree, layout.ring_degree)
     if start.HasField("layout") and degrees != (1, 1, 1):
@@ -205,30 +199,20 @@ def expected_tensors(start: dit_pb2.DenoiseStart, plan: Plan) -> list[str]:
     return names
 
 
-def check_header(payload_name: str, expected: Iterable[str], received: Iterable[str]) -> None:
-    """Refuse a tensor that was not announced or has come before."""
-    if payload_name not in expected:
-        raise InvalidRequestError.of(
-            payload_name, f"unexpected tensor: must be one of {_listed(expected)}"
-        )
-    if payload_name in received:
-        raise InvalidRequestError.of(payload_name, "was sent twice")
-
-
 def parse_tensors(
     payloads: Mapping[str, Payload], expected: Iterable[str], plan: Plan, model: ModelConfig
 ) -> dict[str, torch.Tensor]:
     """Check that all tensors came, with their shapes and types, and hold finite values."""
     missing = [name for name in expected if name not in payloads]
-    _refuse(Violation(name, "tensor is missing") for name in missing)
+    refuse(Violation(name, "tensor is missing") for name in missing)
     latents_shape = (1, model.transformer.in_channels, *plan.params.grid)
-    _refuse(
+    refuse(
         problem
         for name, payload in payloads.items()
         for problem in _tensor_problems(name, payload, latents_shape, model)
     )
     tensors = {name: payload.to_torch() for name, payload in payloads.items()}
-    _refuse(_not_finite(tensors))
+    refuse(not_finite(tensors))
     return tensors
 
 
@@ -240,8 +224,8 @@ def _tensor_problems(
         shape = payload.shape
         if len(shape) != 2 or not 1 <= shape[0] <= rows or shape[1] != width:
             yield Violation(name, f"shape {list(shape)}: must be [1 to {rows}, {width}]")
-        if payload.dtype_name not in _FLOATS:
-            yield Violation(name, f"type {payload.dtype_name}: must be one of {_listed(_FLOATS)}")
+        if payload.dtype_name not in FLOATS:
+            yield Violation(name, f"type {payload.dtype_name}: must be one of {listed(FLOATS)}")
         return
     if payload.shape != latents_shape:
         yield Violation(name, f"shape {list(payload.shape)}: must be {list(latents_shape)}")
@@ -275,81 +259,3 @@ def make_slice(
         return_checkpoint=start.return_checkpoint,
         checkpoint_interval_s=start.checkpoint_interval_s,
     )
-
-
-def parse_forward(
-    start: dit_pb2.ForwardStart, payloads: Mapping[str, Payload], model: ModelConfig
-) -> Forward:
-    """Check a forward's opening message and its tensors.
-
-    Raises:
-        InvalidRequestError: names every field and tensor that breaks a rule.
-        NotFoundError: the model has no such transformer.
-    """
-    names = component_names(model)
-    if start.component not in names:
-        raise NotFoundError(f"no component {start.component!r}: there are {', '.join(names)}")
-    _refuse([*_forward_problems(start, payloads, model)])
-    tensors = {name: payload.to_torch() for name, payload in payloads.items()}
-    _refuse(_not_finite(tensors))
-    return Forward(
-        expert=names.index(start.component),
-        hidden_states=tensors["hidden_states"],
-        timestep=start.timestep,
-        prompt_embeds=tensors["encoder_hidden_states"][0],
-        attn_type=start.attn_type,
-    )
-
-
-def _forward_problems(
-    start: dit_pb2.ForwardStart, payloads: Mapping[str, Payload], model: ModelConfig
-) -> Iterator[Violation]:
-    if not 0 <= start.timestep <= TRAIN_TIMESTEPS:
-        yield Violation("timestep", f"{start.timestep}: must be 0 to {TRAIN_TIMESTEPS}")
-    if start.attn_type and start.attn_type not in ATTN_TYPES:
-        yield Violation("attn_type", f"{start.attn_type!r}: must be one of {_listed(ATTN_TYPES)}")
-    yield from (
-        Violation(name, "tensor is missing") for name in FORWARD_TENSORS if name not in payloads
-    )
-    for name, payload in payloads.items():
-        if payload.dtype_name not in _FLOATS:
-            yield Violation(name, f"type {payload.dtype_name}: must be one of {_listed(_FLOATS)}")
-        problem = _SHAPE_RULES[name](payload.shape, model)
-        if problem is not None:
-            yield Violation(name, f"shape {list(payload.shape)}: must be {problem}")
-
-
-def _wrong_latents(shape: tuple[int, ...], model: ModelConfig) -> str | None:
-    channels, patch = model.transformer.in_channels, model.transformer.patch_size
-    sizes = shape[2:]
-    fits = len(shape) == 5 and shape[:2] == (1, channels) and all(sizes)
-    if fits and not any(size % unit for size, unit in zip(sizes, patch, strict=True)):
-        return None
-    return f"[1, {channels}, F, H, W] with F, H, W multiples of {list(patch)}"
-
-
-def _wrong_text(shape: tuple[int, ...], model: ModelConfig) -> str | None:
-    rows, width = model.transformer.text_len, model.transformer.text_dim
-    if len(shape) == 3 and shape[0] == 1 and 1 <= shape[1] <= rows and shape[2] == width:
-        return None
-    return f"[1, 1 to {rows}, {width}]"
-
-
-_SHAPE_RULES = {"hidden_states": _wrong_latents, "encoder_hidden_states": _wrong_text}
-FORWARD_TENSORS = tuple(_SHAPE_RULES)
-
-
-def _not_finite(tensors: Mapping[str, torch.Tensor]) -> Iterator[Violation]:
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            yield Violation(name, "holds values that are not finite")
-
-
-def _refuse(problems: Iterable[Violation]) -> None:
-    violations = list(problems)
-    if violations:
-        raise InvalidRequestError(violations)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))

@@ -13,12 +13,15 @@ from chitu_diffusion.wire import Payload, TensorReceiver, tensor_parts
 from services.dit import denoiser
 from services.dit import request as door
 from services.dit.denoiser import Checkpoint, PlannedStep, StepDone, make_plan
-from services.dit.pool import ONE_RANK, Pool, SliceStream
-from services.dit.rank import SliceDone
+from services.dit.forward import FORWARD_TENSORS, parse_forward
+from services.dit.jobs import SliceDone
+from services.dit.pool import ONE_RANK, Pool
+from services.dit.rules import check_header
+from services.dit.stream import SliceStream
 
 
 class DitServicer(dit_pb2_grpc.DitServiceServicer):
-    """Plan and Denoise."""
+    """Plan, Denoise, Forward and GetPool."""
 
     def __init__(self, pool: Pool, model: ModelConfig) -> None:
         self._pool = pool
@@ -29,7 +32,7 @@ class DitServicer(dit_pb2_grpc.DitServiceServicer):
         self._pool.check()
         plan = make_plan(door.parse_params(request.params, self._model))
         if request.params.attn_type:
-            self._pool.check_attention(request.params.attn_type)
+            self._pool.check_attention(request.params.attn_type, "params.attn_type")
         return dit_pb2.PlanResponse(
             steps=[self._planned(step) for step in plan.steps],
             forward_count=plan.forward_count,
@@ -60,10 +63,10 @@ class DitServicer(dit_pb2_grpc.DitServiceServicer):
         """Run one transformer once."""
         self._pool.check()
         start = await _forward_start(requests)
-        payloads = await _receive(requests, door.FORWARD_TENSORS)
-        job = await asyncio.to_thread(door.parse_forward, start, payloads, self._model)
+        payloads = await _receive(requests, FORWARD_TENSORS)
+        job = await asyncio.to_thread(parse_forward, start, payloads, self._model)
         if job.attn_type:
-            self._pool.check_attention(job.attn_type)
+            self._pool.check_attention(job.attn_type, "attn_type")
         done = await self._pool.forward(job)
         for part in tensor_parts("velocity", done.velocity):
             yield dit_pb2.ForwardResponse(tensor=part)
@@ -85,7 +88,7 @@ class DitServicer(dit_pb2_grpc.DitServiceServicer):
                 break
             plan = door.parse_start(message.start, self._model)
             if message.start.params.attn_type:
-                self._pool.check_attention(message.start.params.attn_type)
+                self._pool.check_attention(message.start.params.attn_type, "params.attn_type")
             return message.start, plan
         raise InvalidRequestError.of("start", "must be the first message")
 
@@ -158,7 +161,7 @@ async def _receive(
         if message.WhichOneof("request") != "tensor":
             raise InvalidRequestError.of("request", "only tensors may follow the first message")
         if message.tensor.WhichOneof("part") == "header":
-            door.check_header(message.tensor.header.name, expected, payloads)
+            check_header(message.tensor.header.name, expected, payloads)
         payload = receiver.feed(message.tensor)
         if payload is not None:
             payloads[payload.name] = payload

@@ -5,11 +5,15 @@ All weights are random: the published initialisation has zeros in it, which woul
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -17,8 +21,12 @@ from safetensors.torch import save_file
 
 from chitu_diffusion import config as configuration
 from chitu_diffusion.config.schema import Config, TransformerConfig
+from chitu_diffusion.rpc.server import Server
 from services.common.checkpoint import load_weights
+from services.dit import denoiser as denoiser_module
 from services.dit.denoiser import DenoiseParams
+from services.dit.guidance import guided_velocity
+from services.dit.host import DitHost
 from services.dit.models.wan.transformer import WanTransformer
 from services.dit.models.wan.weights import diffusers_name, weight_dtype
 
@@ -166,3 +174,48 @@ def make_config(checkpoints: dict[str, Path]) -> Callable[..., Config]:
         )
 
     return make
+
+
+class Gate:
+    """Stands in for the model's forward: waits before each step until it is let through."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.real = guided_velocity
+        self.entered: list[int] = []
+        self.arrivals = threading.Semaphore(0)
+        self.tickets = threading.Semaphore(0)
+        self.fail: Exception | None = None
+        monkeypatch.setattr(denoiser_module, "guided_velocity", self)
+
+    def __call__(self, model: Any, latents: Any, step: int, *rest: Any) -> torch.Tensor:
+        self.entered.append(step)
+        self.arrivals.release()
+        assert self.tickets.acquire(timeout=20)
+        if self.fail is not None:
+            failure, self.fail = self.fail, None
+            raise failure
+        return self.real(model, latents, step, *rest)
+
+    def let(self, steps: int) -> None:
+        self.tickets.release(steps)
+
+    async def reached(self, count: int) -> None:
+        """Wait until `count` more steps have begun."""
+        for _ in range(count):
+            assert await asyncio.to_thread(self.arrivals.acquire, timeout=20)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Holds every step back until it is let through."""
+    return Gate(monkeypatch)
+
+
+async def serve(config: Config, listen: str, load: bool = True) -> AsyncIterator[grpc.aio.Channel]:
+    server = Server(DitHost(config), listen)
+    await server.start()
+    if load:
+        await server.load()
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        yield channel
+    await server.stop(0)

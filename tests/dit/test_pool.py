@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -18,6 +17,7 @@ from chitu_diffusion.errors import (
     CancelledTaskError,
     CheckpointNotFoundError,
     ComponentError,
+    ConfigError,
     NotFoundError,
     OutOfMemoryError,
     UnavailableError,
@@ -25,12 +25,11 @@ from chitu_diffusion.errors import (
 from chitu_diffusion.v1 import component_pb2
 from services.dit import denoiser as denoiser_module
 from services.dit.denoiser import Checkpoint, StepDone, make_plan
-from services.dit.guidance import guided_velocity
+from services.dit.jobs import SliceDone, Source
 from services.dit.pool import LocalPool
-from services.dit.rank import MAX_HELD, Event, Slice, SliceDone, Source
-from tests.dit.conftest import make_embeds, make_params
-
-Job = Callable[..., Slice]
+from services.dit.rank import MAX_HELD
+from tests.dit.conftest import Gate, make_params
+from tests.dit.slices import job, latents, run
 
 
 @pytest.fixture
@@ -39,65 +38,6 @@ async def pool(make_config: Callable[..., Config]) -> AsyncIterator[LocalPool]:
     await pool.load()
     yield pool
     await pool.close()
-
-
-def job(task_id: str = "a", **changes: Any) -> Slice:
-    fields: dict[str, Any] = {
-        "task_id": task_id,
-        "attempt": 1,
-        "plan": make_plan(make_params()),
-        "first_step": 0,
-        "end_step": 6,
-        "source": Source.NOISE,
-        "prompt_embeds": make_embeds(1, 9)[0, :9],
-        "negative_prompt_embeds": make_embeds(2, 4)[0, :4],
-        "return_latents": True,
-    }
-    return Slice(**(fields | changes))
-
-
-async def run(pool: LocalPool, job: Slice) -> list[Event]:
-    return [event async for event in pool.submit(job)]
-
-
-def latents(events: list[Event]) -> torch.Tensor:
-    assert isinstance(events[-1], SliceDone)
-    assert events[-1].latents is not None
-    return events[-1].latents
-
-
-class Gate:
-    """Stands in for the model's forward: waits before each step until it is let through."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.real = guided_velocity
-        self.entered: list[int] = []
-        self.arrivals = threading.Semaphore(0)
-        self.tickets = threading.Semaphore(0)
-        self.fail: Exception | None = None
-        monkeypatch.setattr(denoiser_module, "guided_velocity", self)
-
-    def __call__(self, model: Any, latents: Any, step: int, *rest: Any) -> torch.Tensor:
-        self.entered.append(step)
-        self.arrivals.release()
-        assert self.tickets.acquire(timeout=20)
-        if self.fail is not None:
-            failure, self.fail = self.fail, None
-            raise failure
-        return self.real(model, latents, step, *rest)
-
-    def let(self, steps: int) -> None:
-        self.tickets.release(steps)
-
-    async def reached(self, count: int) -> None:
-        """Wait until `count` more steps have begun."""
-        for _ in range(count):
-            assert await asyncio.to_thread(self.arrivals.acquire, timeout=20)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    return Gate(monkeypatch)
 
 
 async def test_events_of_a_slice(pool: LocalPool) -> None:
@@ -333,6 +273,21 @@ async def test_failed_load(make_config: Callable[..., Config], tmp_path: Any) ->
     with pytest.raises(UnavailableError, match="nowhere"):
         pool.submit(job())
     await pool.close()
+
+
+async def test_checkpoint_folder_that_is_not_set(make_config: Callable[..., Config]) -> None:
+    pool = LocalPool(make_config("one-diffusers", "models.ckpt_dir=null"))
+    with pytest.raises(ConfigError, match=r"models\.ckpt_dir is not set"):
+        await pool.load()
+    assert pool.components()[0].state == component_pb2.COMPONENT_STATE_FAILED
+    await pool.close()
+
+
+@pytest.mark.parametrize("degree", ["cfg_size", "ulysses_degree", "ring_degree"])
+def test_more_ranks_than_one(make_config: Callable[..., Config], degree: str) -> None:
+    config = make_config("one-diffusers", f"distributed.{degree}=2")
+    with pytest.raises(ConfigError, match=rf"distributed\.{degree}=2: must be 1, .* one rank"):
+        LocalPool(config)
 
 
 async def test_concurrent_tasks_do_not_share_state(pool: LocalPool) -> None:

@@ -28,7 +28,6 @@ from chitu_diffusion.errors import (
     UnavailableError,
     from_rpc_error,
 )
-from chitu_diffusion.rpc.server import Server
 from chitu_diffusion.v1 import component_pb2, component_pb2_grpc, dit_pb2, dit_pb2_grpc
 from chitu_diffusion.wire import TensorReceiver, tensor_parts
 from services.dit import denoiser as denoiser_module
@@ -36,11 +35,10 @@ from services.dit.attention.sdpa import Sdpa
 from services.dit.denoiser import Denoiser, Prompts, make_plan
 from services.dit.flexcache import NoCache
 from services.dit.guidance import Execution, guided_velocity
-from services.dit.host import DitHost
 from services.dit.parallel import OneRank
 from services.dit.rank import Rank
 from tests.common.moving import check_moving
-from tests.dit.conftest import CPU, make_embeds, make_params
+from tests.dit.conftest import CPU, make_embeds, make_params, serve
 
 POSITIVE, NEGATIVE = make_embeds(1, 9)[0, :9], make_embeds(2, 4)[0, :4]
 NOISE = dit_pb2.LATENT_SOURCE_NOISE
@@ -68,16 +66,6 @@ async def channel(
 async def two(make_config: Callable[..., Config], sockets: Path) -> AsyncIterator[grpc.aio.Channel]:
     async for opened in serve(make_config("two-original"), f"unix:{sockets}/two"):
         yield opened
-
-
-async def serve(config: Config, listen: str, load: bool = True) -> AsyncIterator[grpc.aio.Channel]:
-    server = Server(DitHost(config), listen)
-    await server.start()
-    if load:
-        await server.load()
-    async with grpc.aio.insecure_channel(server.address) as channel:
-        yield channel
-    await server.stop(0)
 
 
 def params(**changes: Any) -> dit_pb2.DenoiseParams:

@@ -1,14 +1,21 @@
-"""The transformer on a CUDA device: `make test-gpu`."""
+"""The transformer and its pool on a CUDA device: `make test-gpu`."""
+
+import copy
 
 import pytest
 import torch
 
+from chitu_diffusion import config as configuration
 from chitu_diffusion.config.schema import TransformerConfig
+from chitu_diffusion.errors import OutOfMemoryError
 from services.dit.attention import select
+from services.dit.denoiser import DenoiseParams, make_plan
 from services.dit.flexcache import NoCache
+from services.dit.jobs import Slice, Source
 from services.dit.models.wan.transformer import WanTransformer
 from services.dit.models.wan.weights import weight_dtype
 from services.dit.parallel import OneRank
+from services.dit.pool import LocalPool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,18 +66,98 @@ def relative(a, b) -> float:
     ("dtype", "bound"), [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"]
 )
 def test_cuda_agrees_with_the_cpu(model, dtype, bound):
-    import copy
-
     expected = forward(copy.deepcopy(model), torch.device("cpu"), torch.float32, "sdpa")
     got = forward(copy.deepcopy(model), torch.device("cuda", 0), dtype, "sdpa")
     assert relative(got, expected) < bound
 
 
 def test_flash_attention_agrees_with_sdpa(model):
-    import copy
-
     pytest.importorskip("flash_attn")
     device = torch.device("cuda", 0)
     expected = forward(copy.deepcopy(model), device, torch.bfloat16, "sdpa")
     got = forward(copy.deepcopy(model), device, torch.bfloat16, "flash_attn")
     assert relative(got, expected) < 1e-2
+
+
+async def test_where_transformers_live_changes_no_latents():
+    pool = await loaded()
+    expected = await denoised(pool)
+    before = torch.cuda.memory_allocated()
+    for name in ("transformer", "transformer_2"):
+        assert (await pool.move(name, "cpu")).device == "cpu"
+    assert before - torch.cuda.memory_allocated() >= weight_bytes(pool)
+    assert torch.equal(await denoised(pool), expected)
+    assert [component.device for component in pool.components()] == ["cpu", "cpu"]
+    for name in ("transformer", "transformer_2"):
+        assert (await pool.move(name, "device")).device == "cuda:0"
+    assert torch.equal(await denoised(pool), expected)
+    await pool.close()
+
+
+async def test_one_expert_at_a_time_is_on_the_device():
+    pool = await loaded("infer.diffusion.low_mem_level=3")
+    assert {component.device for component in pool.components()} == {"cpu"}
+    await denoised(pool)  # once, so that what the kernels keep for themselves is there
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    await denoised(pool)
+    assert torch.cuda.max_memory_allocated() - before < weight_bytes(pool)
+    await pool.close()
+
+
+async def test_no_room_leaves_it_where_it_was():
+    pool = await loaded("infer.diffusion.low_mem_level=3")
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-6)
+    try:
+        with pytest.raises(OutOfMemoryError):
+            await pool.move("transformer", "device")
+        with pytest.raises(OutOfMemoryError):
+            await denoised(pool)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert [component.device for component in pool.components()] == ["cpu", "cpu"]
+    assert torch.isfinite(await denoised(pool)).all()
+    await pool.close()
+
+
+async def loaded(*overrides):
+    """A pool of the tiny model with two experts."""
+    pool = LocalPool(configuration.load(["models=tiny-wan2.2", "infer.device=cuda", *overrides]))
+    await pool.load()
+    return pool
+
+
+def weight_bytes(pool) -> int:
+    return sum(component.weight_bytes for component in pool.components())
+
+
+async def denoised(pool):
+    """Latents after a slice with steps of both experts."""
+    params = DenoiseParams(
+        num_frames=9,
+        height=64,
+        width=64,
+        num_inference_steps=6,
+        guidance_scale=3.0,
+        guidance_scale_high=4.0,
+        boundary_ratio=0.8,
+        flow_shift=3.0,
+        solver="unipc",
+        seed=1,
+    )
+    width = pool.rank.experts[0].config.text_dim
+    rows = torch.randn(9, width, generator=torch.Generator().manual_seed(2))
+    job = Slice(
+        task_id="a",
+        attempt=1,
+        plan=make_plan(params),
+        first_step=0,
+        end_step=6,
+        source=Source.NOISE,
+        prompt_embeds=rows,
+        negative_prompt_embeds=-rows,
+        return_latents=True,
+    )
+    events = [event async for event in pool.submit(job)]
+    return events[-1].latents

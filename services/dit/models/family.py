@@ -60,10 +60,10 @@ class Transformer(nn.Module, abc.ABC):
 class ModelFamily:
     """Everything that differs between families."""
 
-    transformer: Callable[[TransformerConfig], Transformer]
+    transformer: type[Transformer]
     """Its class."""
     rename: Callable[[str], str]
-    """From a weight's name in any published layout to the module's."""
+    """From a weight's name in any published layout, without wrappers, to the module's."""
     weight_dtype: Callable[[str, torch.dtype], torch.dtype]
     """The type of a weight in memory, by its name and the compute type."""
     expert_folders: Callable[[Path, bool], list[Path]]
