@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from chitu_diffusion.errors import ConfigError
-from services.common.placement import dtype_name, resolve_device, resolve_dtype
+from chitu_diffusion.errors import ConfigError, OutOfMemoryError
+from services.common.placement import dtype_name, move_module, resolve_device, resolve_dtype
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -50,3 +51,30 @@ def test_dtype() -> None:
 
 def test_names() -> None:
     assert dtype_name(torch.bfloat16) == "bfloat16"
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+
+def test_a_module_moves_with_all_its_tensors() -> None:
+    module = layers()
+    move_module(module, torch.device("meta"))
+    assert {tensor.device.type for tensor in module.state_dict().values()} == {"meta"}
+
+
+def test_a_module_that_does_not_fit_is_back_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, expected = layers(), layers().state_dict()
+    moves: list[torch.device] = []
+
+    def to(device: torch.device) -> None:
+        moves.append(device)
+        if device.type == "meta":
+            raise torch.OutOfMemoryError("no room for 12 bytes")
+
+    monkeypatch.setattr(module, "to", to)
+    with pytest.raises(OutOfMemoryError, match=r"Sequential does not fit on meta: no room"):
+        move_module(module, torch.device("meta"))
+    assert moves == [torch.device("meta"), torch.device("cpu")]
+    assert all(torch.equal(module.state_dict()[key], value) for key, value in expected.items())

@@ -137,3 +137,26 @@ def test_a_configuration_that_does_not_fit_is_refused(
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(CheckpointError, match=message):
         WanVae.load(tmp_path, CPU, torch.float32)
+
+
+def test_a_decode_follows_the_model(vae: WanVae, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.Tensor] = []
+    to = torch.Tensor.to
+    pieces = vae.decode(make_latents(3))
+    next(pieces)
+    # A second CPU stands in for an accelerator: what the decode keeps must be asked to move there.
+    other = torch.device("cpu", 0)
+    vae.to(other)
+
+    def recorded(tensor: torch.Tensor, *arguments: object, **options: object) -> torch.Tensor:
+        if arguments == (other,):
+            moved.append(tensor)
+        return to(tensor, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", recorded)
+    next(pieces)
+    monkeypatch.undo()
+    vae.to(CPU)
+    cached = [tensor for tensor in moved if tensor.ndim == 5]
+    assert len(cached) > 10
+    assert len(list(pieces)) == 1
