@@ -8,9 +8,9 @@ import json
 import platform
 from pathlib import Path
 
-from benchmarks import pipeline
+from benchmarks import load, pipeline
 
-CASES = {"pipeline": pipeline.run}
+CASES = {"load": load.run, "pipeline": pipeline.run}
 RESULTS = Path(__file__).parent / "results"
 
 

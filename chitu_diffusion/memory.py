@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import socket
 import sys
@@ -10,8 +11,7 @@ from pathlib import Path
 
 from chitu_diffusion.v1 import component_pb2
 
-# Linux counts the peak in KiB, macOS in bytes.
-_PEAK_UNIT = 1 if sys.platform == "darwin" else 1024
+_HIGH_WATER = re.compile(r"^VmHWM:\s+(\d+) kB$", re.M)
 
 
 def rss_bytes() -> int:
@@ -24,7 +24,12 @@ def rss_bytes() -> int:
 
 def peak_rss_bytes() -> int:
     """Return the highest resident set size so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT
+    status = Path("/proc/self/status")
+    if status.exists() and (found := _HIGH_WATER.search(status.read_text())):
+        return int(found[1]) * 1024
+    # On Linux this would count what the parent had when it started this process.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def process_memory(process: str) -> component_pb2.ProcessMemory:

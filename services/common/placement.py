@@ -54,6 +54,14 @@ def resolve_dtype(name: str, device: torch.device, key: str = "infer.dtype") -> 
     return _DTYPES[name]
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Say whether an error of torch means that memory ran out, of a device or of the host."""
+    # The CPU allocator has no error type of its own.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAlloc" in str(
+        error
+    )
+
+
 def move_module(module: nn.Module, device: torch.device) -> None:
     """Move a module's weights; memory that it leaves on an accelerator is given back.
 
@@ -61,13 +69,14 @@ def move_module(module: nn.Module, device: torch.device) -> None:
         OutOfMemoryError: it does not fit there; it is back where it was.
     """
     before = next(module.parameters()).device
+    failure = ""
     try:
         module.to(device)
-    except torch.OutOfMemoryError as error:
-        failure = str(error)
+    except Exception as error:
         module.to(before)
-    else:
-        failure = ""
+        if not is_out_of_memory(error):
+            raise
+        failure = str(error)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if failure:

@@ -220,7 +220,7 @@ class LocalPool:
             name=name,
             model=self._config.models.name,
             state=self._state,
-            device=str(experts.where[position] if loaded else self.rank.device),
+            device=str(experts.where[position] if loaded else self.rank.home),
             dtype=dtype_name(self.rank.dtype),
             parameter_count=sum(parameter.numel() for parameter in parameters),
             weight_bytes=sum(parameter.nbytes for parameter in parameters),

@@ -24,7 +24,7 @@ from chitu_diffusion.errors import (
 )
 from services.common.checkpoint import load_weights
 from services.common.memory import stage_report
-from services.common.placement import resolve_device, resolve_dtype
+from services.common.placement import is_out_of_memory, resolve_device, resolve_dtype
 from services.dit.attention import Attention, select
 from services.dit.denoiser import Denoiser, Prompts, TaskState
 from services.dit.experts import Experts
@@ -59,7 +59,8 @@ class Rank:
         self._num_threads = config.infer.num_threads
         self.attention = self.select_attention(config.infer.attn_type, "infer.attn_type")
         on_cpu = config.infer.diffusion.low_mem_level >= _ON_CPU_LEVEL
-        self._home = torch.device("cpu") if on_cpu else self.device
+        self.home = torch.device("cpu") if on_cpu else self.device
+        """Where the transformers are loaded, and live until they are moved."""
         self.experts = self._no_experts()
         self._held: OrderedDict[str, TaskState] = OrderedDict()
 
@@ -85,7 +86,7 @@ class Rank:
         folders = self._family.expert_folders(Path(self._model.ckpt_dir), two)
         try:
             models = [self._read(folder) for folder in folders]
-            self.experts = Experts(models, self.device, self._home)
+            self.experts = Experts(models, self.device, self.home)
         except Exception as error:
             failure = _named(error)
         else:
@@ -105,7 +106,7 @@ class Rank:
         )
 
     def _no_experts(self) -> Experts:
-        return Experts([], self.device, self._home)
+        return Experts([], self.device, self.home)
 
     def _read(self, folder: Path) -> Transformer:
         with torch.device("meta"):
@@ -115,7 +116,7 @@ class Rank:
             folder,
             rename=self._family.rename,
             dtype=lambda name: self._family.weight_dtype(name, self.dtype),
-            device=self._home,
+            device=self.home,
         )
         model.fuse()
         return model.eval()
@@ -258,8 +259,7 @@ def _named(error: Exception) -> ChituError:
     """Find the error that says what happened, without the frames that hold the slice's tensors."""
     if isinstance(error, ChituError):
         return error.with_traceback(None)
-    # The CPU allocator has no error type of its own.
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAlloc" in str(error):
+    if is_out_of_memory(error):
         return OutOfMemoryError(f"out of memory: {error}")
     log.error("the model raised", exc_info=error)
     return ComponentError(f"{type(error).__name__}: {error}")

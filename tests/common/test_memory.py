@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 
 import torch
 
@@ -37,3 +39,10 @@ def test_stage_report() -> None:
     assert (report.seconds, report.waited_seconds) == (1.5, 0.25)
     assert (report.device, report.dtype) == ("cpu", "bfloat16")
     assert report.peak_memory_bytes == process.peak_rss_bytes()
+
+
+def test_the_peak_does_not_count_the_parent() -> None:
+    block = torch.ones(300_000_000, dtype=torch.uint8)
+    code = "from chitu_diffusion.memory import peak_rss_bytes; print(peak_rss_bytes())"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert int(output) < 200_000_000 < len(block)

@@ -181,9 +181,13 @@ async def test_component_and_kernel_that_are_not_here(channel: grpc.aio.Channel)
     error = await failure(channel, messages(start(component="transformer_2"), small()))
     assert isinstance(error, NotFoundError)
     assert "'transformer_2': there are transformer" in str(error)
-    error = await failure(channel, messages(start(attn_type="flash_attn"), small()))
-    assert isinstance(error, ConfigError)
-    assert str(error).startswith("attn_type='flash_attn': runs on CUDA only")
+    for kernel, reason in (
+        ("flash_attn", "runs on CUDA only"),
+        ("sage", "this back end is not built"),
+    ):
+        error = await failure(channel, messages(start(attn_type=kernel), small()))
+        assert isinstance(error, ConfigError)
+        assert str(error).startswith(f"attn_type={kernel!r}: {reason}")
 
 
 @pytest.mark.parametrize(

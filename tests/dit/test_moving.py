@@ -191,6 +191,7 @@ async def test_low_mem_level_sets_the_first_home(
 ) -> None:
     monkeypatch.setattr(rank_module, "resolve_device", lambda name: META)
     pool = LocalPool(make_config("two-original", f"infer.diffusion.low_mem_level={level}"))
+    assert devices(pool) == [str(home)] * 2, "told before the weights are there"
     await pool.load()
     assert devices(pool) == [str(home)] * 2
     weights = [pool.rank.experts[index].scale_shift_table for index in range(2)]

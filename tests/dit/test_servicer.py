@@ -462,6 +462,7 @@ TEACACHE = dit_pb2.FlexCacheParams(strategy="teacache")
         ({"ranks": [0, 1]}, PreconditionError, "ranks"),
         ({"params": params(flexcache=TEACACHE)}, PreconditionError, "teacache"),
         ({"params": params(attn_type="flash_attn")}, ConfigError, "CUDA only"),
+        ({"params": params(attn_type="sparge")}, ConfigError, "not built yet"),
     ],
 )
 async def test_what_this_pool_does_not_have(

@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from chitu_diffusion.config.schema import TransformerConfig
 from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError
+from services.dit.attention.sdpa import Sdpa
+from services.dit.flexcache import NoCache
 from services.dit.models.wan.weights import diffusers_name, expert_folders, weight_dtype
-from tests.dit.conftest import SMALL, load_ours, make_reference, original_names
+from services.dit.parallel import OneRank
+from tests.dit.conftest import SMALL, load_ours, make_embeds, make_reference, original_names
 
 
 def test_every_name_is_translated(experts: list[WanTransformer3DModel]) -> None:
@@ -149,3 +152,23 @@ def test_sharded_with_a_missing_shard(tmp_path: Path, experts: list[WanTransform
     shards[1].unlink()
     with pytest.raises(CheckpointNotFoundError, match=shards[1].name):
         load_ours(tmp_path)
+
+
+def test_diffusers_reads_the_original_names_alike(
+    experts: list[WanTransformer3DModel], tmp_path: Path
+) -> None:
+    reference = experts[0]
+    reference.save_config(tmp_path / "config" / "transformer")
+    file = tmp_path / "diffusion_pytorch_model.safetensors"
+    save_file(original_names(reference.state_dict()), file)
+    theirs = WanTransformer3DModel.from_single_file(
+        str(file), config=str(tmp_path / "config"), subfolder="transformer"
+    ).eval()
+    latents = torch.randn(1, 16, 2, 4, 6, generator=torch.Generator().manual_seed(0))
+    text = make_embeds(1, 9)
+    with torch.no_grad():
+        expected = theirs(latents, torch.tensor([500.0]), text, return_dict=False)[0]
+    ours = load_ours(tmp_path)
+    constants = ours.prepare(text, (2, 4, 6), [500.0])
+    velocity = ours(latents, 0, constants, attention=Sdpa(), parallel=OneRank(), cache=NoCache())
+    torch.testing.assert_close(velocity, expected, rtol=1e-5, atol=1e-5)

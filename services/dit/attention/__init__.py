@@ -9,10 +9,10 @@ import torch
 from chitu_diffusion.errors import ConfigError
 from services.dit.attention import flash_attn, sdpa
 
-ATTN_TYPES = ("sdpa", "flash_attn")
-"""Kernels that can be had."""
 NOT_BUILT = ("sage", "sparge")
-"""Kernels that the configuration knows, and this version cannot run."""
+"""Kernels that this version knows by name and cannot run."""
+ATTN_TYPES = ("sdpa", "flash_attn", *NOT_BUILT)
+"""Kernels that a request may name; `select` says whether they run here."""
 
 
 class Attention(Protocol):
