@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar, cast
 
 from chitu_diffusion import config as configuration
@@ -26,7 +26,7 @@ from chitu_diffusion.errors import (
     error_from,
 )
 from chitu_diffusion.launch import Embedded
-from chitu_diffusion.mirror import AssignableState, Group, Mirrored, State
+from chitu_diffusion.mirror import Group, Mirrored, Single
 from chitu_diffusion.parallel import ParallelGroups
 from chitu_diffusion.request import GenerationRequest
 from chitu_diffusion.v1 import component_pb2, dit_pb2
@@ -60,7 +60,7 @@ T = TypeVar("T")
 _LOGGERS = ("chitu_diffusion", "orchestrator", "services")
 
 
-class DiffusionBackend(metaclass=AssignableState):
+class DiffusionBackend(Single):
     """Text encoder, transformers, VAE, scheduler and generator of one model.
 
     One may live in a process. It drives the services over gRPC: those with a configured `address`
@@ -80,7 +80,6 @@ class DiffusionBackend(metaclass=AssignableState):
     flexcache_manager: Mirrored[FlexCacheManager | None] = Mirrored(lambda: None)
     """None: every step is computed."""
     attn_backend: Mirrored[DiffusionAttnBackend | None] = Mirrored(lambda: None)
-    state = State()
     cp_group, cfg_group, world_group = Group(), Group(), Group()
 
     def __init__(self, args: Any, logging_level: int | str | None = None) -> None:
@@ -264,7 +263,21 @@ class DiffusionBackend(metaclass=AssignableState):
     def _on_loop(self, call: Callable[[], T]) -> T:
         return self._alive.run(soon(call))
 
-    def _enter(self, target: BackendState) -> None:
+    def parts(self) -> Mapping[str, Any]:
+        """Values of the attributes that the class has too; none once it is terminated."""
+        return self._parts
+
+    def current_state(self) -> BackendState:
+        """What `state` reads."""
+        return self._system.core.state
+
+    def enter(self, target: BackendState) -> None:
+        """Make the transition to a state; what assigning `state` does.
+
+        Raises:
+            InvalidRequestError: not a state.
+            PreconditionError: there is no way from here to there.
+        """
         if not isinstance(target, BackendState):
             raise InvalidRequestError.of("state", f"{target!r}: must be a BackendState")
         if target is self.state:

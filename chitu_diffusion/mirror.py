@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from chitu_diffusion import parallel
 from chitu_diffusion.errors import PreconditionError
 from orchestrator.core import BackendState
-
-if TYPE_CHECKING:
-    from chitu_diffusion.backend import DiffusionBackend
 
 T = TypeVar("T")
 
@@ -24,12 +22,12 @@ class Mirrored(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, instance: DiffusionBackend | None, owner: type[DiffusionBackend]) -> T:
+    def __get__(self, instance: Single | None, owner: type[Single]) -> T:
         backend = owner.current if instance is None else instance
-        parts = {} if backend is None else backend._parts
+        parts = {} if backend is None else backend.parts()
         return cast(T, parts[self._name]) if self._name in parts else self._empty()
 
-    def __set__(self, instance: DiffusionBackend, value: Any) -> None:
+    def __set__(self, instance: Single, value: Any) -> None:
         raise AttributeError(f"{self._name} belongs to the backend: it cannot be replaced")
 
 
@@ -39,33 +37,52 @@ class Group:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, instance: DiffusionBackend | None, owner: type[DiffusionBackend]) -> Any:
+    def __get__(self, instance: Single | None, owner: type[Single]) -> Any:
         return getattr(parallel.current(), self._name, None)
 
 
 class State:
     """The backend's state; assigning one makes the transition."""
 
-    def __get__(
-        self, instance: DiffusionBackend | None, owner: type[DiffusionBackend]
-    ) -> BackendState:
+    def __get__(self, instance: Single | None, owner: type[Single]) -> BackendState:
         backend = owner.current if instance is None else instance
-        return BackendState.Uninitialized if backend is None else backend._system.core.state
+        return BackendState.Uninitialized if backend is None else backend.current_state()
 
-    def __set__(self, instance: DiffusionBackend, value: BackendState) -> None:
-        instance._enter(value)
+    def __set__(self, instance: Single, value: BackendState) -> None:
+        instance.enter(value)
 
 
-class AssignableState(type):
-    """Lets `DiffusionBackend.state = ...` reach the live backend, and guards the rest."""
+class _AssignableState(abc.ABCMeta):
+    """Lets an assignment to the class's `state` reach the live backend, and guards the rest."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if name == "state":
-            backend = cast("type[DiffusionBackend]", cls).current
+            backend = cast(type[Single], cls).current
             if backend is None:
                 raise PreconditionError(f"there is no backend to become {value}: make one first")
-            backend.state = value
+            backend.enter(value)
         elif isinstance(cls.__dict__.get(name), Mirrored):
             raise AttributeError(f"{name} belongs to the live backend: it cannot be replaced")
         else:
             super().__setattr__(name, value)
+
+
+class Single(metaclass=_AssignableState):
+    """A class with one live instance at most."""
+
+    current: ClassVar[Any] = None
+    """The live instance, or the last one that lived."""
+
+    state = State()
+
+    @abc.abstractmethod
+    def parts(self) -> Mapping[str, Any]:
+        """Values of the mirrored attributes; nothing once it has ended."""
+
+    @abc.abstractmethod
+    def current_state(self) -> BackendState:
+        """What `state` reads."""
+
+    @abc.abstractmethod
+    def enter(self, target: BackendState) -> None:
+        """What assigning `state` does."""

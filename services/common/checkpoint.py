@@ -28,7 +28,7 @@ _IGNORED = frozenset({"scaled_fp8"})
 # Two spellings of the factor that a float8 weight was divided by.
 _SCALES = (".scale_weight", ".weight_scale")
 
-_MAX_BUDGET = 256 << 20
+_MAX_BUDGET = 128 << 20
 _REPORT_EVERY_S = 3.0
 
 
@@ -55,7 +55,8 @@ def load_weights(
     Raises:
         CheckpointNotFoundError: the folder, its weights or some shards do not exist.
         CheckpointError: a file is corrupt, an index points outside the folder, or tensors are
-            missing, unexpected, repeated, of another shape or of a float8 type without a scale.
+            missing, unexpected, repeated, of another shape, quantised to integers, or of a float8
+            type without a scale.
     """
     expected = module.state_dict(keep_vars=True)
     roots = {name.partition(".")[0] for name in expected}
@@ -155,6 +156,13 @@ def _check_headers(
             problems.append(f"{scale} is {list(shape)}: must be one value, or one for each row")
     if problems:
         raise CheckpointError(f"{path} does not fit the model; shapes: {some(problems)}")
+    whole = [
+        f"{key} is {described[key].dtype}"
+        for key, name in names.items()
+        if expected[name].is_floating_point() and not described[key].is_floating_point
+    ]
+    if whole:
+        raise CheckpointError(f"{path}: must be of floating-point types: {some(whole)}")
     float8 = [key for key in names if described[key].is_float8 and key not in scales]
     if float8:
         raise CheckpointError(

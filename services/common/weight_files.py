@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import re
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ _PICKLED = (".bin", ".pth", ".pt")
 _PATTERNS = ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pth")
 _USUAL_STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})(?P<suffix>\.\w+)")
+# Bytes of an index or of the description of tensors in a file; safetensors has the same limit.
+_MAX_HEADER = 100_000_000
 _SHOWN = 5
 
 
@@ -37,6 +39,11 @@ class Header:
     shape: tuple[int, ...]
     dtype: str
     """As the file names it: "F32", "F8_E4M3", "torch.bfloat16", ..."""
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether it is of a floating-point type, 8-bit ones included."""
+        return "float" in self.dtype or self.dtype.removeprefix("B").startswith("F")
 
     @property
     def is_float8(self) -> bool:
@@ -68,12 +75,13 @@ def locate(path: Path) -> dict[str, Path]:
 def _weight_files(folder: Path) -> list[Path]:
     """The index, the only file, or all numbered shards."""
     if not folder.is_dir():
-        raise CheckpointNotFoundError(f"checkpoint folder {folder} does not exist")
-    found = {p: sorted(f for f in folder.glob(p) if f.is_file()) for p in _PATTERNS}
+        raise CheckpointNotFoundError(f"checkpoint {folder} does not exist")
+    found = {p: sorted(f for f in folder.glob(p) if not f.is_dir()) for p in _PATTERNS}
     pattern = next((p for p, files in found.items() if files), None)
     if pattern is None:
         raise CheckpointNotFoundError(f"{folder} holds no weights (none of {', '.join(_PATTERNS)})")
     chosen = _choose(folder, pattern, found[pattern])
+    _require(folder, [path.name for path in chosen], "has links to files that are gone")
     if "safetensors" in pattern and (found["*.bin"] or found["*.bin.index.json"]):
         log.info("%s: reading %s, not the .bin files beside it", folder, chosen[0].name)
     return chosen
@@ -104,6 +112,7 @@ def _require(folder: Path, names: Iterable[str], what: str) -> None:
 
 def _read_index(index: Path) -> dict[str, Path]:
     """Read which shard has which tensor. The text decides: a shard may be a link elsewhere."""
+    _check_size(index, index.stat().st_size)
     try:
         shards = json.loads(index.read_text("utf-8"))["weight_map"]
         where = {str(key): index.parent / str(shard) for key, shard in shards.items()}
@@ -182,8 +191,14 @@ def _by_file(where: Mapping[str, Path]) -> dict[Path, list[str]]:
     return files
 
 
+def _check_size(what: Path, size: int) -> None:
+    if size > _MAX_HEADER:
+        raise CheckpointError(f"{what} has {size} bytes: must be at most {_MAX_HEADER}")
+
+
 def _keys(file: Path) -> list[str]:
     if file.suffix in _PICKLED:
+        _check_archive(file)
         return list(_unpickle(file))
     try:
         with safe_open(file, "pt") as opened:
@@ -192,11 +207,25 @@ def _keys(file: Path) -> list[str]:
         raise CheckpointError(f"{file} is corrupt: {error}") from error
 
 
+def _check_archive(file: Path) -> None:
+    """Refuse what is no archive of torch's, or has a pickle that would unpack to any size."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            pickles = [r for r in archive.infolist() if r.filename.endswith("/data.pkl")]
+    except (zipfile.BadZipFile, OSError) as error:
+        raise CheckpointError(
+            f"{file} is corrupt, or of torch.save's format before 1.6: {error}"
+        ) from error
+    for record in pickles:
+        _check_size(file / record.filename, record.file_size)
+
+
 def _unpickle(file: Path) -> dict[str, torch.Tensor]:
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{file} is corrupt or more than tensors: {error}") from error
+    except Exception as error:
+        # Damage shows in any step of a pickle: KeyError, TypeError, AssertionError, ...
+        raise CheckpointError(f"{file} is corrupt or more than tensors: {error!r}") from error
     if not isinstance(tensors, dict) or not all(
         isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in tensors.items()
     ):

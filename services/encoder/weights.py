@@ -6,15 +6,13 @@ architecture is UMT5's, with the sizes that the tensors have.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError
-
-log = logging.getLogger(__name__)
+from chitu_diffusion.errors import CheckpointError
+from services.common.layout import find_part, translate
 
 FOLDER = "text_encoder"
 FILES = "models_t5*"
@@ -38,11 +36,7 @@ _ORIGINAL_TO_TRANSFORMERS = (
 
 def transformers_name(name: str) -> str:
     """Translate an original name; other names stay as they are."""
-    for pattern, replacement in _ORIGINAL_TO_TRANSFORMERS:
-        name, count = re.subn(pattern, replacement, name)
-        if count:
-            return name
-    return name
+    return translate(name, _ORIGINAL_TO_TRANSFORMERS)
 
 
 def find_weights(ckpt_dir: Path) -> Path:
@@ -51,18 +45,7 @@ def find_weights(ckpt_dir: Path) -> Path:
     Raises:
         CheckpointNotFoundError: there is neither.
     """
-    folder, files = ckpt_dir / FOLDER, sorted(ckpt_dir.glob(FILES))
-    if folder.is_dir():
-        log.info("text encoder: %s (diffusers' layout)", folder)
-        return folder
-    if len(files) == 1:
-        log.info("text encoder: %s (original layout)", files[0])
-        return files[0]
-    if files:
-        raise CheckpointError(f"{ckpt_dir}: several text encoders: {', '.join(map(str, files))}")
-    raise CheckpointNotFoundError(
-        f"{ckpt_dir}: no text encoder: neither {FOLDER}/ (diffusers' layout) nor {FILES} (original)"
-    )
+    return find_part(ckpt_dir, "text encoder", FOLDER, FILES)
 
 
 def architecture(shapes: Mapping[str, tuple[int, ...]], file: Path) -> dict[str, Any]:

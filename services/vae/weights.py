@@ -6,15 +6,13 @@ architecture is that of the Wan2.1 VAE, with the sizes that the tensors have.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError
-
-log = logging.getLogger(__name__)
+from chitu_diffusion.errors import CheckpointError
+from services.common.layout import find_part
 
 FOLDER = "vae"
 FILES = "Wan2.1_VAE.*"
@@ -56,18 +54,7 @@ def find_weights(ckpt_dir: Path) -> Path:
     Raises:
         CheckpointNotFoundError: there is neither.
     """
-    folder, files = ckpt_dir / FOLDER, sorted(ckpt_dir.glob(FILES))
-    if folder.is_dir():
-        log.info("VAE: %s (diffusers' layout)", folder)
-        return folder
-    if len(files) == 1:
-        log.info("VAE: %s (original layout)", files[0])
-        return files[0]
-    if files:
-        raise CheckpointError(f"{ckpt_dir}: several VAEs: {', '.join(map(str, files))}")
-    raise CheckpointNotFoundError(
-        f"{ckpt_dir}: no VAE: neither {FOLDER}/ (diffusers' layout) nor {FILES} (original)"
-    )
+    return find_part(ckpt_dir, "VAE", FOLDER, FILES)
 
 
 def diffusers_name(num_res_blocks: int) -> Callable[[str], str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from chitu_diffusion.errors import CheckpointNotFoundError
+from services.common.layout import translate
 
 _ORIGINAL_TO_DIFFUSERS = (
     (r"^text_embedding\.0\.", "condition_embedder.text_embedder.linear_1."),
@@ -38,11 +39,7 @@ _FLOAT32 = re.compile(r"scale_shift_table$|norm[\w]*\.weight$|norm2\.bias$|time_
 
 def diffusers_name(name: str) -> str:
     """Translate a name of either layout to the diffusers one; other names stay as they are."""
-    for pattern, replacement in _ORIGINAL_TO_DIFFUSERS:
-        name, count = re.subn(pattern, replacement, name)
-        if count:
-            return name
-    return name
+    return translate(name, _ORIGINAL_TO_DIFFUSERS)
 
 
 def weight_dtype(name: str, compute: torch.dtype) -> torch.dtype:
