@@ -19,7 +19,7 @@ async def test_turns_come_in_order_of_arrival() -> None:
     waits = await asyncio.gather(*(call(name) for name in range(3)))
     assert order == [0, 1, 2]
     assert waits[0] < waits[1] < waits[2]
-    assert waits[2] == pytest.approx(0.04, abs=0.03)
+    assert waits[2] >= 0.03  # two others of 0.02 s each, less the clock's grain
 
 
 async def test_a_turn_is_kept_while_its_reader_reads() -> None:
