@@ -67,7 +67,8 @@ def load_weights(
     names = {key: (rename or str)(unwrap(key, roots)) for key in weights}
     pairs = dict(tied or {})
     _check_names(names, set(expected), pairs, path)
-    _check_headers(described, names, expected, scales, path)
+    _check_shapes(described, names, expected, scales, path)
+    _check_types(described, names, expected, scales, path)
     factors = _factors(scales, where)
     progress = _Progress(path, sum(expected[name].numel() for name in names.values()))
     budget = min(_MAX_BUDGET, progress.total // 8)
@@ -138,7 +139,7 @@ def _check_names(
         raise CheckpointError(f"{path} does not fit the model; tensors {'; '.join(problems)}")
 
 
-def _check_headers(
+def _check_shapes(
     described: Mapping[str, Header],
     names: Mapping[str, str],
     expected: Mapping[str, torch.Tensor],
@@ -156,13 +157,21 @@ def _check_headers(
             problems.append(f"{scale} is {list(shape)}: must be one value, or one for each row")
     if problems:
         raise CheckpointError(f"{path} does not fit the model; shapes: {some(problems)}")
-    whole = [
-        f"{key} is {described[key].dtype}"
-        for key, name in names.items()
-        if expected[name].is_floating_point() and not described[key].is_floating_point
-    ]
-    if whole:
-        raise CheckpointError(f"{path}: must be of floating-point types: {some(whole)}")
+
+
+def _check_types(
+    described: Mapping[str, Header],
+    names: Mapping[str, str],
+    expected: Mapping[str, torch.Tensor],
+    scales: Mapping[str, str],
+    path: Path,
+) -> None:
+    """Refuse what would lose its meaning: quantised weights whose scales are not known."""
+    floats = [key for key, name in names.items() if expected[name].is_floating_point()]
+    integers = [key for key in floats if not described[key].is_floating_point]
+    if integers:
+        listed = some(f"{key} is {described[key].dtype}" for key in integers)
+        raise CheckpointError(f"{path}: weights must have a floating-point type: {listed}")
     float8 = [key for key in names if described[key].is_float8 and key not in scales]
     if float8:
         raise CheckpointError(

@@ -212,9 +212,10 @@ def _check_archive(file: Path) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             pickles = [r for r in archive.infolist() if r.filename.endswith("/data.pkl")]
-    except (zipfile.BadZipFile, OSError) as error:
+    except Exception as error:
+        # A damaged list of records is a BadZipFile, UnicodeDecodeError, NotImplementedError, ...
         raise CheckpointError(
-            f"{file} is corrupt, or of torch.save's format before 1.6: {error}"
+            f"{file} is corrupt, or of torch.save's format before 1.6: {error!r}"
         ) from error
     for record in pickles:
         _check_size(file / record.filename, record.file_size)

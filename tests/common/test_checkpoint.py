@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError
+from services.common import checkpoint, weight_files
 from services.common.checkpoint import load_weights
 
 CPU = torch.device("cpu")
@@ -368,6 +371,29 @@ def test_shards_may_be_links_out_of_the_folder(
     assert_equal(load(snapshot), weights)
 
 
+def test_a_link_to_a_file_that_is_gone_is_no_reason_to_read_another(
+    tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob")
+    with pytest.raises(CheckpointNotFoundError, match=r"missing: model\.safetensors"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pth"])
+def test_integers_are_no_weights(
+    tmp_path: Path, weights: dict[str, torch.Tensor], suffix: str
+) -> None:
+    weights["first.weight"] = weights["first.weight"].to(torch.int8)
+    file = tmp_path / f"model.{suffix}"
+    if suffix == "pth":
+        torch.save(weights, file)
+    else:
+        save_file(weights, file)
+    with pytest.raises(CheckpointError, match=r"floating-point type: first\.weight is (I8|.*int8)"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("suffix", ["scale_weight", "weight_scale"])
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (4, 1)])
 def test_float8_weights_are_scaled(
@@ -439,6 +465,54 @@ def test_a_corrupt_pickle_is_refused(tmp_path: Path, content: bytes) -> None:
         load(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("suffix", ["safetensors", "pth"])
+def test_damage_anywhere_is_one_kind_of_error(
+    tmp_path: Path, weights: dict[str, torch.Tensor], suffix: str
+) -> None:
+    file = tmp_path / f"model.{suffix}"
+    if suffix == "pth":
+        torch.save(weights, file)
+    else:
+        save_file(weights, file)
+    sound, choose, refused = file.read_bytes(), random.Random(0), []
+    # What describes the tensors is at the head of both, and of an archive at its end too.
+    described = [*range(min(len(sound), 600)), *range(-min(len(sound), 600), 0)]
+    for _ in range(500):
+        damaged = bytearray(sound)
+        for _ in range(3):
+            damaged[choose.choice(described)] = choose.randrange(256)
+        file.write_bytes(damaged)
+        try:
+            load(file)
+        except CheckpointError as error:
+            refused.append(str(error))
+    assert len(refused) > 200
+    assert all(file.name in error for error in refused)
+
+
+def test_a_pickle_of_torchs_first_format_is_refused(
+    tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    file = tmp_path / "model.pth"
+    torch.save(weights, file, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"model\.pth is corrupt, or of .* before 1\.6"):
+        load(tmp_path)
+
+
+def test_sizes_of_headers_are_limited(
+    tmp_path: Path, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "bomb.pth", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb/data.pkl", bytes(100_000_001))
+    with pytest.raises(CheckpointError, match=r"bomb/data\.pkl has 100000001 bytes"):
+        load(tmp_path / "bomb.pth")
+    shard(tmp_path, weights)
+    monkeypatch.setattr(weight_files, "_MAX_HEADER", 100)
+    with pytest.raises(CheckpointError, match=r"index\.json has \d+ bytes: must be at most 100"):
+        load(tmp_path)
+
+
 def test_an_unknown_naming_scheme_shows_both_sides(
     tmp_path: Path, weights: dict[str, torch.Tensor]
 ) -> None:
@@ -458,3 +532,19 @@ def test_the_choice_between_formats_and_the_rate_are_logged(
         load(tmp_path)
     assert "reading model.safetensors, not the .bin files" in caplog.text
     assert "GB/s" in caplog.text
+
+
+def test_progress_is_logged_while_reading(
+    tmp_path: Path,
+    weights: dict[str, torch.Tensor],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checkpoint, "_REPORT_EVERY_S", 0.0)
+    save_file(weights, tmp_path / "model.safetensors")
+    with caplog.at_level("INFO"):
+        load(tmp_path)
+    told = [record.getMessage() for record in caplog.records if ": " in record.getMessage()]
+    assert len(told) == len(weights)
+    assert f"reading {tmp_path}: 100%" in told[-1]
+    assert "GB/s" in told[0]
