@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,8 @@ from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
+from hydra.initialize import get_gh_backup, restore_gh_from_backup
+from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -21,6 +24,7 @@ from chitu_diffusion.config.environment import resolved
 from chitu_diffusion.config.explain import explain, model_names
 from chitu_diffusion.config.rules import problems
 from chitu_diffusion.config.schema import Config
+from chitu_diffusion.config.typed import Problem, plain, typed
 from chitu_diffusion.errors import ConfigError
 
 __all__ = ["Config", "check", "load", "model_names", "to_yaml"]
@@ -41,34 +45,37 @@ def load(overrides: Sequence[str] = (), config_name: str = "wan") -> Config:
     Raises:
         ConfigError: an unknown key or choice, a value of the wrong type or out of range.
     """
-    GlobalHydra.instance().clear()
     try:
-        with initialize_config_module("chitu_diffusion.config", version_base=None):
+        with _hydra_of_its_own():
             args = compose(config_name=config_name, overrides=list(overrides))
-        return check(args)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explain(error, overrides)) from error
+    return check(args)
 
 
 def check(args: DictConfig | Config | Mapping[str, Any]) -> Config:
     """Turn a composed tree into a checked `Config`; relative paths become absolute here, once.
 
+    Args:
+        args: of hydra's `compose`, or the same keys and values in a dictionary or a `Config`.
+
     Raises:
         ConfigError: an unknown key or choice, a value of the wrong type or out of range.
     """
     try:
-        config = _typed(args)
+        values, origins = resolved(_tree(args))
+        node, found = typed(values)
+        config = None if found else cast(Config, OmegaConf.to_object(node))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
-    if config.models.ckpt_dir is not None:
-        config.models.ckpt_dir = str(Path(config.models.ckpt_dir).expanduser().absolute())
-    if "://" not in config.orchestrator.results_url:
-        config.orchestrator.results_url = str(
-            Path(config.orchestrator.results_url).expanduser().absolute()
-        )
-    found = [*problems(config)]
-    if found:
-        raise ConfigError("; ".join(found))
+    found = found if config is None else [*problems(config)]
+    if config is None or found:
+        raise ConfigError("; ".join(_told(problem, origins) for problem in found))
+    models, orchestrator = config.models, config.orchestrator
+    if models.ckpt_dir is not None:
+        models.ckpt_dir = _absolute("models.ckpt_dir", models.ckpt_dir)
+    if "://" not in orchestrator.results_url:
+        orchestrator.results_url = _absolute("orchestrator.results_url", orchestrator.results_url)
     return config
 
 
@@ -78,16 +85,40 @@ def to_yaml(config: Config) -> str:
     return text
 
 
-def _typed(args: Any) -> Config:
+@contextlib.contextmanager
+def _hydra_of_its_own() -> Iterator[None]:
+    """A program that has initialized hydra for itself finds it as it was."""
+    theirs = get_gh_backup()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module("chitu_diffusion.config", version_base=None):
+            yield
+    finally:
+        restore_gh_from_backup(theirs)
+
+
+def _tree(args: Any) -> DictConfig:
     if isinstance(args, Config):
-        args = OmegaConf.structured(args)
-    elif isinstance(args, Mapping) and not isinstance(args, DictConfig):
+        args = plain(args)
+    if isinstance(args, Mapping) and not isinstance(args, DictConfig):
         args = OmegaConf.create(dict(args))
     if not isinstance(args, DictConfig):
         raise ConfigError(
             f"configuration of type {type(args).__name__}: must be what hydra's compose() or "
             "chitu_diffusion.config.load() gives"
         )
-    # Merging plain values onto the schema refuses keys that hydra's "+key=value" has added.
-    merged = OmegaConf.merge(OmegaConf.structured(Config), cast(Any, resolved(args)))
-    return cast(Config, OmegaConf.to_object(merged))
+    return args
+
+
+def _told(problem: Problem, origins: Mapping[str, str]) -> str:
+    origin = [text for key, text in origins.items() if key.partition("[")[0] == problem.key]
+    source = f" ({', '.join(origin)})" if origin else ""
+    return f"{problem.key}{problem.has}{source}: {problem.rule}"
+
+
+def _absolute(key: str, path: str) -> str:
+    """Against the start directory, also where `hydra.main` has gone to its job's folder."""
+    try:
+        return str(to_absolute_path(str(Path(path).expanduser())))
+    except RuntimeError as error:  # "~" of nobody
+        raise ConfigError(f"{key}={path!r}: {error}") from error

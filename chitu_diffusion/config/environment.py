@@ -19,22 +19,30 @@ from chitu_diffusion.errors import ConfigError
 _VARIABLE = re.compile(r"\$\{oc\.env:\s*['\"]?([^,}'\"\s]+)")
 
 
-def resolved(args: DictConfig) -> Any:
+def resolved(args: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
     """The tree as plain values, interpolations resolved.
 
+    Returns:
+        The values, which have no types yet; of each key that names environment variables, these
+        and what they have.
+
     Raises:
-        ConfigError: a variable is missing, or its value does not fit the key; names both.
+        ConfigError: a variable is missing; names it and the key.
         OmegaConfBaseException: any other interpolation that cannot be resolved.
     """
-    raw = OmegaConf.to_container(args, resolve=False)
+    raw: Any = OmegaConf.to_container(args, resolve=False)
     variables = dict(_variables(raw, ""))
+    untyped = OmegaConf.create(raw)
     with _empty_is_unset({name for names in variables.values() for name in names}):
-        for key, names in variables.items():
+        origins = {key: _told(names) for key, names in variables.items()}
+        for key, origin in origins.items():
             try:
-                OmegaConf.select(args, key)
+                OmegaConf.select(untyped, key)
             except OmegaConfBaseException as error:
-                raise ConfigError(f"{key}: {_told(names)}: {_first_line(error)}") from error
-        return OmegaConf.to_container(args, resolve=True)
+                line = str(error).strip().splitlines()[0]
+                raise ConfigError(f"{key}: {origin}: {line}") from error
+        values: Any = OmegaConf.to_container(untyped, resolve=True)
+    return values, origins
 
 
 def _variables(node: Any, key: str) -> Iterator[tuple[str, list[str]]]:
@@ -42,6 +50,9 @@ def _variables(node: Any, key: str) -> Iterator[tuple[str, list[str]]]:
     if isinstance(node, dict):
         for name, value in node.items():
             yield from _variables(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _variables(value, f"{key}[{index}]")
     elif isinstance(node, str) and (names := _VARIABLE.findall(node)):
         yield key, names
 
@@ -64,7 +75,3 @@ def _told(names: list[str]) -> str:
         else f"environment variable {name} is not set or empty"
         for name in names
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

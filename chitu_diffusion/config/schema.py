@@ -6,11 +6,11 @@ it; `chitu_diffusion.config.check` holds them, and the rules between fields.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from omegaconf import MISSING
+
+from chitu_diffusion.config.fields import device_name, endpoint, filled, one_of, within
 
 MODEL_TYPES = ("wan",)
 SOLVERS = ("unipc", "dpm++", "euler")
@@ -33,43 +33,31 @@ PRESETS = (
 _MANY = 2**31 - 1
 
 
-def _within(default: Any, low: float, high: float) -> Any:
-    """A number, or a list of numbers, each from `low` to `high`."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"range": (low, high)})
-    return field(default=default, metadata={"range": (low, high)})
-
-
-def _one_of(default: str, choices: Sequence[str]) -> Any:
-    """One of some words."""
-    return field(default=default, metadata={"choices": tuple(choices)})
-
-
 @dataclass
 class TransformerConfig:
     """Architecture of the diffusion transformer."""
 
-    in_channels: int = _within(16, 1, 4096)
+    in_channels: int = within(16, 1, 4096)
     """Channels of the latents that go in."""
-    out_channels: int = _within(16, 1, 4096)
+    out_channels: int = within(16, 1, 4096)
     """Channels of the velocity that comes out."""
-    hidden_size: int = _within(MISSING, 1, 65536)
+    hidden_size: int = within(MISSING, 1, 65536)
     """Width of a token."""
-    depth: int = _within(MISSING, 1, 1024)
+    depth: int = within(MISSING, 1, 1024)
     """Number of blocks."""
-    num_heads: int = _within(MISSING, 1, 1024)
+    num_heads: int = within(MISSING, 1, 1024)
     """Attention heads; hidden_size / num_heads is the head dimension."""
-    ffn_dim: int = _within(MISSING, 1, 262144)
+    ffn_dim: int = within(MISSING, 1, 262144)
     """Width of the feed-forward layer."""
-    freq_dim: int = _within(256, 2, 65536)
+    freq_dim: int = within(256, 2, 65536)
     """Width of the sinusoidal timestep embedding."""
-    text_dim: int = _within(4096, 1, 65536)
+    text_dim: int = within(4096, 1, 65536)
     """Width of the prompt embeddings."""
-    text_len: int = _within(512, 1, 65536)
+    text_len: int = within(512, 1, 65536)
     """Rows that cross-attention sees: shorter prompts get zero rows, longer ones are cut."""
-    patch_size: list[int] = _within([1, 2, 2], 1, 16)  # noqa: RUF009 - makes a new list each time
+    patch_size: list[int] = within([1, 2, 2], 1, 16)  # noqa: RUF009 - makes a new list each time
     """Latent frames, rows and columns in one token."""
-    eps: float = _within(1e-6, 1e-12, 1e-2)
+    eps: float = within(1e-6, 1e-12, 1e-2)
     """Added to variances in the norms."""
 
 
@@ -79,23 +67,23 @@ class DefaultsConfig:
 
     negative_prompt: str = ""
     """Negative prompt."""
-    num_frames: int = _within(81, 1, _MANY)
+    num_frames: int = within(81, 1, _MANY)
     """Frames."""
-    height: int = _within(480, 1, _MANY)
+    height: int = within(480, 1, _MANY)
     """Pixels."""
-    width: int = _within(832, 1, _MANY)
+    width: int = within(832, 1, _MANY)
     """Pixels."""
-    num_inference_steps: int = _within(50, 1, 1000)
+    num_inference_steps: int = within(50, 1, 1000)
     """Denoise steps."""
-    guidance_scale: float = _within(5.0, 0, 100)
+    guidance_scale: float = within(5.0, 0, 100)
     """Guidance of the only or the low-noise expert."""
-    guidance_scale_high: float | None = _within(None, 0, 100)
+    guidance_scale_high: float | None = within(None, 0, 100)
     """Guidance of the high-noise expert; set exactly for models with two experts."""
-    flow_shift: float = _within(5.0, 1e-3, 100)
+    flow_shift: float = within(5.0, 1e-3, 100)
     """Shift of the noise grid."""
-    solver: str = _one_of("unipc", SOLVERS)
+    solver: str = one_of("unipc", SOLVERS)
     """Solver."""
-    fps: int = _within(16, 1, 120)
+    fps: int = within(16, 1, 120)
     """Frames per second of the file."""
 
 
@@ -103,15 +91,15 @@ class DefaultsConfig:
 class LimitsConfig:
     """What a request may ask for at most."""
 
-    max_num_frames: int = _within(321, 1, _MANY)
+    max_num_frames: int = within(321, 1, _MANY)
     """Frames."""
-    max_pixels: int = _within(1280 * 720, 256, _MANY)
+    max_pixels: int = within(1280 * 720, 256, _MANY)
     """Height x width."""
-    max_pixel_frames: int = _within(1280 * 720 * 161, 256, 2**62)
+    max_pixel_frames: int = within(1280 * 720 * 161, 256, 2**62)
     """Height x width x frames."""
-    max_num_inference_steps: int = _within(1000, 1, 1000)
+    max_num_inference_steps: int = within(1000, 1, 1000)
     """Denoise steps."""
-    max_prompt_chars: int = _within(20_000, 1, 100_000)
+    max_prompt_chars: int = within(20_000, 1, 100_000)
     """Characters of a prompt. Far more than text_len tokens; bounds the work at the door."""
 
 
@@ -119,13 +107,13 @@ class LimitsConfig:
 class ModelConfig:
     """One model: where it is, what it is, what a request gets and may ask for."""
 
-    name: str = MISSING
+    name: str = filled(MISSING)
     """Name that requests use."""
-    type: str = _one_of("wan", MODEL_TYPES)
+    type: str = one_of("wan", MODEL_TYPES)
     """Family: the folder under services/dit/models."""
-    ckpt_dir: str | None = None
+    ckpt_dir: str | None = filled(None)
     """Checkpoint folder, in diffusers' or the original layout. Relative to the start directory."""
-    boundary_ratio: float | None = _within(None, 0.001, 0.999)
+    boundary_ratio: float | None = within(None, 0.001, 0.999)
     """Set exactly for models with two experts: timestep >= boundary_ratio x 1000 is high noise."""
     transformer: TransformerConfig = field(default_factory=TransformerConfig)
     """Architecture of the transformer, the same for both experts."""
@@ -139,7 +127,7 @@ class ModelConfig:
 class DiffusionConfig:
     """How much memory the models may take."""
 
-    low_mem_level: int = _within(0, 0, 3)
+    low_mem_level: int = within(0, 0, 3)
     """0: all on the device. 1: the VAE tiles. 2: and the text encoder lives on the CPU.
     3: and the transformers live on the CPU between slices."""
 
@@ -148,11 +136,11 @@ class DiffusionConfig:
 class DistributedConfig:
     """How a slice is shared: by cfg_size x ulysses_degree x ring_degree ranks of the pool."""
 
-    cfg_size: int = _within(1, 1, 2)
+    cfg_size: int = within(1, 1, 2)
     """Guidance branches on different ranks: 1 or 2."""
-    ulysses_degree: int = _within(1, 1, 1024)
+    ulysses_degree: int = within(1, 1, 1024)
     """Ranks that exchange heads for sequence around attention; divides the number of heads."""
-    ring_degree: int = _within(1, 1, 1024)
+    ring_degree: int = within(1, 1, 1024)
     """Ranks that pass keys and values round."""
 
 
@@ -160,13 +148,13 @@ class DistributedConfig:
 class InferConfig:
     """How the models run."""
 
-    device: str = "auto"
+    device: str = device_name("auto")
     """"auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N"."""
-    dtype: str = _one_of("auto", DTYPES)
+    dtype: str = one_of("auto", DTYPES)
     """Of the transformer: "auto" (bfloat16 on CUDA, float32 on CPU), "float32", "bfloat16"."""
-    attn_type: str = _one_of("auto", ATTN_TYPES)
+    attn_type: str = one_of("auto", ATTN_TYPES)
     """Self-attention back end: "auto", "sdpa", "flash_attn", "sage", "sparge"."""
-    num_threads: int = _within(0, 0, 1024)
+    num_threads: int = within(0, 0, 1024)
     """CPU threads of a model host; 0 = one per core."""
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     """How much memory the models may take."""
@@ -176,11 +164,11 @@ class InferConfig:
 class EncoderConfig:
     """The encoder service."""
 
-    listen: str = "127.0.0.1:50051"
+    listen: str = endpoint("127.0.0.1:50051")
     """Where it listens: host:port (port 0 = any free one) or unix:PATH."""
-    address: str | None = None
+    address: str | None = endpoint(None)
     """Where the orchestrator finds it; unset = the local one at `listen`."""
-    dtype: str = _one_of("auto", DTYPES)
+    dtype: str = one_of("auto", DTYPES)
     """As infer.dtype. float16 is not offered: UMT5 overflows in it."""
 
 
@@ -188,9 +176,9 @@ class EncoderConfig:
 class DitConfig:
     """The DiT service."""
 
-    listen: str = "127.0.0.1:50052"
+    listen: str = endpoint("127.0.0.1:50052")
     """Where it listens: host:port (port 0 = any free one) or unix:PATH."""
-    address: str | None = None
+    address: str | None = endpoint(None)
     """Where the orchestrator finds it; unset = the local one at `listen`."""
 
 
@@ -198,15 +186,15 @@ class DitConfig:
 class VaeConfig:
     """The VAE service."""
 
-    listen: str = "127.0.0.1:50053"
+    listen: str = endpoint("127.0.0.1:50053")
     """Where it listens: host:port (port 0 = any free one) or unix:PATH."""
-    address: str | None = None
+    address: str | None = endpoint(None)
     """Where the orchestrator finds it; unset = the local one at `listen`."""
-    dtype: str = _one_of("float32", DTYPES[1:])
+    dtype: str = one_of("float32", DTYPES[1:])
     """Decode type: "float32" or "bfloat16"."""
-    crf: int = _within(18, 0, 51)
+    crf: int = within(18, 0, 51)
     """Quality of the video file, 0 (best) to 51."""
-    preset: str = _one_of("medium", PRESETS)
+    preset: str = one_of("medium", PRESETS)
     """Effort of the video encoder, "ultrafast" to "veryslow"."""
 
 
@@ -220,7 +208,7 @@ class ServicesConfig:
     """Noise to latents."""
     vae: VaeConfig = field(default_factory=VaeConfig)
     """Latents to video."""
-    stop_grace_s: float = _within(20.0, 0, 3600)
+    stop_grace_s: float = within(20.0, 0, 3600)
     """Seconds that running calls get at shutdown."""
 
 
@@ -228,19 +216,19 @@ class ServicesConfig:
 class OrchestratorConfig:
     """The orchestrator."""
 
-    listen: str = "127.0.0.1:50050"
+    listen: str = endpoint("127.0.0.1:50050")
     """Where it listens: host:port (port 0 = any free one) or unix:PATH."""
-    results_url: str = "out/results"
+    results_url: str = filled("out/results")
     """Folder or fsspec URL of finished videos. Made at the first result."""
-    max_queued_tasks: int = _within(1000, 1, 1_000_000)
+    max_queued_tasks: int = within(1000, 1, 1_000_000)
     """Tasks that may wait; more are refused with RESOURCE_EXHAUSTED."""
-    max_watchers: int = _within(1000, 1, 100_000)
+    max_watchers: int = within(1000, 1, 100_000)
     """Open event streams; more are refused with RESOURCE_EXHAUSTED."""
-    max_finished_tasks: int = _within(1000, 1, 1_000_000)
+    max_finished_tasks: int = within(1000, 1, 1_000_000)
     """Ended tasks that are kept; the oldest are deleted with their files."""
-    slice_steps: int = _within(0, 0, 1000)
+    slice_steps: int = within(0, 0, 1000)
     """Denoise steps in a slice; 0 = all steps of the task."""
-    connect_timeout_s: float = _within(0.0, 0, 86_400)
+    connect_timeout_s: float = within(0.0, 0, 86_400)
     """Seconds to wait for the model hosts at start-up; 0 = as long as it takes."""
 
 

@@ -76,7 +76,7 @@ def move_module(module: nn.Module, device: torch.device) -> None:
         module.to(before)
         if not is_out_of_memory(error):
             raise
-        failure = str(error)
+        failure = str(error) or type(error).__name__  # a bare MemoryError has no text
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if failure:

@@ -52,7 +52,7 @@ def architecture(shapes: Mapping[str, tuple[int, ...]], file: Path) -> dict[str,
     """Read UMT5's sizes off the shapes of an original file.
 
     Raises:
-        CheckpointError: tensors that tell them are missing or of another rank.
+        CheckpointError: tensors that tell them are missing, empty or of another rank.
     """
     try:
         vocab_size, d_model = shapes["token_embedding.weight"]
@@ -61,6 +61,8 @@ def architecture(shapes: Mapping[str, tuple[int, ...]], file: Path) -> dict[str,
         inner, _ = shapes["blocks.0.attn.q.weight"]
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{file} is not a UMT5 encoder in original names: {error}") from error
+    if not heads:
+        raise CheckpointError(f"{file}: blocks.0.pos_embedding.embedding.weight has no heads")
     layers = {match[1] for name in shapes if (match := re.match(r"blocks\.(\d+)\.", name))}
     return {
         "vocab_size": vocab_size,

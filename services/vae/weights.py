@@ -79,8 +79,8 @@ def architecture(shapes: Mapping[str, tuple[int, ...]], file: Path) -> dict[str,
     """Read the sizes of an original file off its tensors' shapes.
 
     Raises:
-        CheckpointError: tensors that tell them are missing, or the latents are not those of the
-            published VAE, whose mean and deviation the file does not hold.
+        CheckpointError: tensors that tell them are missing or empty, or the latents are not those
+            of the published VAE, whose mean and deviation the file does not hold.
     """
     try:
         base_dim = shapes["encoder.conv1.weight"][0]
@@ -91,6 +91,8 @@ def architecture(shapes: Mapping[str, tuple[int, ...]], file: Path) -> dict[str,
         widths = [shapes[f"encoder.downsamples.{i}.residual.2.weight"][0] for i in levels]
     except (KeyError, IndexError, StopIteration) as error:
         raise CheckpointError(f"{file} is not a Wan2.1 VAE in original names: {error!r}") from error
+    if not base_dim:
+        raise CheckpointError(f"{file}: encoder.conv1.weight has no channels")
     if z_dim != len(_LATENTS_MEAN):
         raise CheckpointError(
             f"{file} has {z_dim} latent channels: the original layout is that of the published "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -64,26 +66,54 @@ def test_a_module_moves_with_all_its_tensors() -> None:
     assert {tensor.device.type for tensor in module.state_dict().values()} == {"meta"}
 
 
+class Layer(nn.Linear):
+    """Notes where it is told to go and keeps its values, as a real device would."""
+
+    def __init__(self, full: Exception | None = None) -> None:
+        super().__init__(2, 2)
+        self.places: list[str] = []
+        self.full = full
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Layer:
+        place = fn(torch.empty(1)).device.type
+        if self.full is not None and place == "meta":
+            raise self.full
+        self.places.append(place)
+        return self
+
+
 @pytest.mark.parametrize(
-    "full",
+    ("full", "what"),
     [
-        torch.OutOfMemoryError("no room for 12 bytes"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: no room for 12 bytes"),
+        (torch.OutOfMemoryError("no room for 12 bytes"), "no room"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: no room for 12 bytes"), "no room"),
+        (MemoryError(), "MemoryError"),
     ],
 )
-def test_a_module_that_does_not_fit_is_back_where_it_was(
-    monkeypatch: pytest.MonkeyPatch, full: Exception
-) -> None:
-    module, expected = layers(), layers().state_dict()
-    moves: list[torch.device] = []
+def test_a_module_that_fits_by_half_is_back_where_it_was(full: Exception, what: str) -> None:
+    fits, too_much = Layer(), Layer(full)
+    with pytest.raises(OutOfMemoryError, match=rf"Sequential does not fit on meta: .*{what}"):
+        move_module(nn.Sequential(fits, too_much), torch.device("meta"))
+    assert fits.places == ["meta", "cpu"]
+    assert too_much.places == ["cpu"]
 
-    def to(device: torch.device) -> None:
-        moves.append(device)
-        if device.type == "meta":
-            raise full
 
-    monkeypatch.setattr(module, "to", to)
-    with pytest.raises(OutOfMemoryError, match=r"Sequential does not fit on meta: .*no room"):
-        move_module(module, torch.device("meta"))
-    assert moves == [torch.device("meta"), torch.device("cpu")]
-    assert all(torch.equal(module.state_dict()[key], value) for key, value in expected.items())
+def test_another_failure_stays_what_it_is_and_the_module_is_back() -> None:
+    fits = Layer()
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        move_module(
+            nn.Sequential(fits, Layer(RuntimeError("device-side assert"))), torch.device("meta")
+        )
+    assert fits.places == ["meta", "cpu"]
+
+
+def test_memory_left_on_an_accelerator_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    move_module(layers(), CPU)
+    with pytest.raises(OutOfMemoryError):
+        move_module(
+            nn.Sequential(Layer(), Layer(torch.OutOfMemoryError("full"))), torch.device("meta")
+        )
+    assert emptied == [True, True]

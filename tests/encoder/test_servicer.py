@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -16,6 +18,7 @@ from chitu_diffusion.errors import (
     CheckpointNotFoundError,
     ConfigError,
     InvalidRequestError,
+    OutOfMemoryError,
     UnavailableError,
     from_rpc_error,
 )
@@ -23,6 +26,8 @@ from chitu_diffusion.rpc.channel import dial
 from chitu_diffusion.rpc.server import Server
 from chitu_diffusion.v1 import component_pb2, component_pb2_grpc, encoder_pb2, encoder_pb2_grpc
 from chitu_diffusion.wire import TensorReceiver
+from services.encoder import host as host_module
+from services.encoder import umt5
 from services.encoder.host import EncoderHost
 from services.encoder.prompt import PromptTokenizer
 from tests.common.moving import check_moving
@@ -179,6 +184,103 @@ async def test_moving(channel: grpc.aio.Channel) -> None:
     await check_moving(channel, "text_encoder", "vae")
 
 
+async def move(channel: grpc.aio.Channel, target: str) -> component_pb2.Component:
+    stub = component_pb2_grpc.ComponentServiceStub(channel)
+    request = component_pb2.MoveComponentRequest(name="text_encoder", target=target)
+    return (await stub.MoveComponent(request, timeout=30)).component
+
+
+@pytest.fixture
+async def served(
+    settings: Config, tmp_path: Path
+) -> AsyncIterator[tuple[EncoderHost, grpc.aio.Channel]]:
+    """A loaded host that takes "device" for an accelerator."""
+    host = EncoderHost(settings)
+    server = Server(host, f"unix:{tmp_path}/served.sock")
+    await server.start()
+    await server.load()
+    host.device = torch.device("cuda", 0)
+    async with dial(server.address) as channel:
+        yield host, channel
+    await server.stop(0)
+
+
+async def test_a_move_waits_for_the_text_in_work(
+    served: tuple[EncoderHost, grpc.aio.Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, channel = served
+    begun, go_on = threading.Event(), threading.Event()
+    order: list[str] = []
+    compute = host.model().model.encode
+
+    def held(ids: list[list[int]]) -> list[torch.Tensor]:
+        begun.set()
+        assert go_on.wait(20)
+        order.append("encoded")
+        return compute(ids)
+
+    monkeypatch.setattr(host.model().model, "encode", held)
+    monkeypatch.setattr(umt5, "move_module", lambda module, device: order.append(str(device)))
+    encoding = asyncio.create_task(encode(channel, TextInput(text="red")))
+    assert await asyncio.to_thread(begun.wait, 20)
+    moving = asyncio.create_task(move(channel, "device"))
+    await asyncio.sleep(0.1)
+    assert not moving.done()
+    assert host.components()[0].device == "cpu"
+    go_on.set()
+    assert results(await encoding)
+    assert (await moving).device == host.components()[0].device == "cuda:0"
+    assert order == ["encoded", "cuda:0"]
+    assert (await move(channel, "cpu")).device == "cpu"
+
+
+async def test_what_does_not_fit_stays_and_works(
+    served: tuple[EncoderHost, grpc.aio.Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, channel = served
+    ((_, before),) = results(await encode(channel, TextInput(text="red")))
+
+    def full(module: torch.nn.Module, device: torch.device) -> None:
+        raise OutOfMemoryError(f"no room on {device}")
+
+    monkeypatch.setattr(umt5, "move_module", full)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await move(channel, "device")
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert isinstance(from_rpc_error(caught.value), OutOfMemoryError)
+    assert host.components()[0].device == "cpu"
+    ((_, after),) = results(await encode(channel, TextInput(text="red")))
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize(("level", "home"), [(0, "cuda:0"), (1, "cuda:0"), (2, "cpu"), (3, "cpu")])
+def test_home_at_each_level_of_low_memory(
+    level: int, home: str, ckpt_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    asked: list[tuple[str, torch.dtype]] = []
+    monkeypatch.setattr(
+        host_module,
+        "load_worker",
+        lambda config, device, dtype: asked.append((str(device), dtype)),
+    )
+    host = EncoderHost(
+        config.load(
+            [
+                f"models.ckpt_dir={ckpt_dir}",
+                "infer.device=cuda",
+                f"infer.diffusion.low_mem_level={level}",
+            ]
+        )
+    )
+    host.read()
+    host.worker.shutdown()
+    # The type is that of the device it was configured for, wherever it lives.
+    assert asked == [(home, torch.bfloat16)]
+    assert host.device == torch.device("cuda", 0)
+
+
 async def test_unavailable_until_loaded_and_while_draining(
     settings: Config, tmp_path: Path
 ) -> None:
@@ -195,6 +297,9 @@ async def test_unavailable_until_loaded_and_while_draining(
         async def check_refused() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await encode(channel, TextInput(text="x"))
+            assert isinstance(from_rpc_error(caught.value), UnavailableError)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await move(channel, "cpu")
             assert isinstance(from_rpc_error(caught.value), UnavailableError)
 
         assert await state() == component_pb2.COMPONENT_STATE_LOADING

@@ -85,6 +85,14 @@ def test_nothing_is_left_on_the_meta_device(encoder: TextEncoder) -> None:
     assert encoder.weight_bytes == 4 * encoder.parameter_count
 
 
+def test_all_tensors_move(ckpt_dir: Path) -> None:
+    moved = TextEncoder.load(ckpt_dir, CPU, torch.float32)
+    moved.to(torch.device("meta"))
+    assert moved.device.type == "meta"
+    tensors = [*moved._model.parameters(), *moved._model.buffers()]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
 def _copy(ckpt_dir: Path, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     shutil.copytree(ckpt_dir / "text_encoder", folder / "text_encoder")
     file = folder / "text_encoder" / "model.safetensors"

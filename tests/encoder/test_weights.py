@@ -15,6 +15,7 @@ from services.encoder.umt5 import TextEncoder
 from services.encoder.weights import architecture, transformers_name
 
 CPU = torch.device("cpu")
+TINY = Path(__file__).parents[2] / "assets" / "tiny-wan"
 FILE = "models_t5_umt5-xxl-enc-bf16.pth"
 IN_BLOCK = {
     "layer.0.layer_norm": "norm1",
@@ -54,6 +55,15 @@ def test_it_gives_the_same_rows_to_the_last_bit(
         TextEncoder.load(tmp_path, CPU, torch.float32).encode(ids), expected, strict=True
     ):
         assert torch.equal(rows, wanted)
+
+
+def test_the_shipped_encoder_in_original_names(tmp_path: Path) -> None:
+    shipped = UMT5EncoderModel.from_pretrained(TINY / "text_encoder")
+    torch.save(original(shipped), tmp_path / FILE)
+    ids = [[5, 6, 40, 7, 22, 9, 1]]
+    (expected,) = TextEncoder.load(TINY, CPU, torch.float32).encode(ids)
+    (rows,) = TextEncoder.load(tmp_path, CPU, torch.float32).encode(ids)
+    assert torch.equal(rows, expected)
 
 
 def test_every_name_of_the_published_encoder_is_known(tmp_path: Path) -> None:
@@ -99,7 +109,24 @@ def test_a_lost_tensor_is_named(reference: UMT5EncoderModel, tmp_path: Path) -> 
         TextEncoder.load(tmp_path, CPU, torch.float32)
 
 
-def test_diffusers_layout_wins(ckpt_dir: Path, tmp_path: Path) -> None:
+def test_an_empty_tensor_is_named(reference: UMT5EncoderModel, tmp_path: Path) -> None:
+    name = "blocks.0.pos_embedding.embedding.weight"
+    torch.save(original(reference) | {name: torch.zeros(32, 0)}, tmp_path / FILE)
+    with pytest.raises(CheckpointError, match=rf"{FILE}: {name} has no heads"):
+        TextEncoder.load(tmp_path, CPU, torch.float32)
+
+
+def test_the_layout_is_logged_and_diffusers_wins(
+    ckpt_dir: Path,
+    reference: UMT5EncoderModel,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    torch.save(original(reference), tmp_path / FILE)
+    TextEncoder.load(tmp_path, CPU, torch.float32)
+    assert f"text encoder: {tmp_path / FILE} (original layout)" in caplog.messages
     shutil.copytree(ckpt_dir / "text_encoder", tmp_path / "text_encoder")
-    (tmp_path / FILE).touch()
+    (tmp_path / FILE).write_bytes(b"")
     assert TextEncoder.load(tmp_path, CPU, torch.float32).encode([[1]])
+    assert f"text encoder: {tmp_path / 'text_encoder'} (diffusers' layout)" in caplog.messages

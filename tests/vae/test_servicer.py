@@ -4,6 +4,7 @@ import asyncio
 import gc
 import hashlib
 import io
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from chitu_diffusion.rpc.channel import dial
 from chitu_diffusion.rpc.server import Server
 from chitu_diffusion.v1 import component_pb2, component_pb2_grpc, vae_pb2, vae_pb2_grpc
 from chitu_diffusion.wire import TensorReceiver
-from services.vae import job, turn
+from services.vae import job, turn, wan_vae
 from services.vae.host import VaeHost
 from tests.common.moving import check_moving
 from tests.vae.conftest import file_of, make_latents, requests
@@ -341,6 +342,70 @@ async def test_moving(channel: grpc.aio.Channel) -> None:
     await check_moving(channel, "vae", "transformer")
 
 
+async def move(channel: grpc.aio.Channel, target: str) -> component_pb2.Component:
+    stub = component_pb2_grpc.ComponentServiceStub(channel)
+    request = component_pb2.MoveComponentRequest(name="vae", target=target)
+    return (await stub.MoveComponent(request, timeout=30)).component
+
+
+async def test_a_move_waits_for_the_latent_frame_in_work(
+    channel: grpc.aio.Channel, host: VaeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await decode(channel, make_latents(3))
+    begun, go_on = threading.Event(), threading.Event()
+    order: list[str] = []
+    compute = host.model()._decode_frame
+
+    def held(*args: Any) -> torch.Tensor:
+        begun.set()
+        assert go_on.wait(20)
+        order.append(f"frame {args[2]}")
+        return compute(*args)
+
+    monkeypatch.setattr(host.model(), "_decode_frame", held)
+    monkeypatch.setattr(wan_vae, "move_module", lambda module, device: order.append("moved"))
+    decoding = asyncio.create_task(decode(channel, make_latents(3)))
+    assert await asyncio.to_thread(begun.wait, 20)
+    moving = asyncio.create_task(move(channel, "cpu"))
+    await asyncio.sleep(0.1)
+    assert not moving.done()
+    go_on.set()
+    assert (await moving).device == "cpu"
+    assert (await decoding)[:-1] == expected[:-1]
+    assert order.index("moved") > order.index("frame 0")
+    assert sorted(order) == ["frame 0", "frame 1", "frame 2", "moved"]
+
+
+async def test_what_does_not_fit_stays_and_works(
+    channel: grpc.aio.Channel, host: VaeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await decode(channel, make_latents(2))
+
+    def full(module: torch.nn.Module, device: torch.device) -> None:
+        raise OutOfMemoryError(f"no room on {device}")
+
+    monkeypatch.setattr(wan_vae, "move_module", full)
+    monkeypatch.setattr(host, "device", torch.device("cuda", 0))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await move(channel, "device")
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert isinstance(from_rpc_error(caught.value), OutOfMemoryError)
+    assert host.components()[0].device == "cpu"
+    assert (await decode(channel, make_latents(2)))[:-1] == expected[:-1]
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+async def test_untiled_decode_is_told_where_tiles_were_asked_for(
+    level: int, ckpt_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = [f"models.ckpt_dir={ckpt_dir}", "infer.device=cpu"]
+    host = VaeHost(config.load([*overrides, f"infer.diffusion.low_mem_level={level}"]))
+    await host.load()
+    await host.close()
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [f"low_mem_level={level}" in message for message in warned] == [True] * bool(level)
+
+
 @pytest.fixture
 async def unloaded(host: VaeHost, tmp_path: Path) -> AsyncIterator[tuple[Server, grpc.aio.Channel]]:
     server = Server(host, f"unix:{tmp_path}/unloaded.sock")
@@ -363,6 +428,9 @@ async def test_unavailable_until_loaded_and_while_draining(
     async def check_refused() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await decode(channel, make_latents(1))
+        assert isinstance(from_rpc_error(caught.value), UnavailableError)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await move(channel, "cpu")
         assert isinstance(from_rpc_error(caught.value), UnavailableError)
 
     assert await state() == component_pb2.COMPONENT_STATE_LOADING

@@ -160,3 +160,11 @@ def test_a_decode_follows_the_model(vae: WanVae, monkeypatch: pytest.MonkeyPatch
     cached = [tensor for tensor in moved if tensor.ndim == 5]
     assert len(cached) > 10
     assert len(list(pieces)) == 1
+
+
+def test_all_tensors_move(ckpt_dir: Path) -> None:
+    vae = WanVae.load(ckpt_dir, CPU, torch.float32)
+    vae.to(torch.device("meta"))
+    assert vae.device.type == "meta"
+    tensors = [*vae._parts.state_dict().values(), vae._mean, vae._std]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}

@@ -118,12 +118,25 @@ def test_a_missing_or_another_vae_is_named(
     torch.save(weights | {"conv2.weight": torch.zeros(8, 8, 1, 1, 1)}, tmp_path / FILE)
     with pytest.raises(CheckpointError, match="8 latent channels"):
         WanVae.load(tmp_path, CPU, torch.float32)
+    torch.save(weights | {"encoder.conv1.weight": torch.zeros(0, 3, 3, 3, 3)}, tmp_path / FILE)
+    with pytest.raises(CheckpointError, match=rf"{FILE}: encoder\.conv1\.weight has no channels"):
+        WanVae.load(tmp_path, CPU, torch.float32)
     torch.save({k: v for k, v in weights.items() if k != "decoder.head.2.bias"}, tmp_path / FILE)
     with pytest.raises(CheckpointError, match=r"1 missing: decoder\.conv_out\.bias"):
         WanVae.load(tmp_path, CPU, torch.float32)
 
 
-def test_diffusers_layout_wins(ckpt_dir: Path, tmp_path: Path) -> None:
+def test_the_layout_is_logged_and_diffusers_wins(
+    ckpt_dir: Path,
+    weights: dict[str, torch.Tensor],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    torch.save(weights, tmp_path / FILE)
+    WanVae.load(tmp_path, CPU, torch.float32)
+    assert f"VAE: {tmp_path / FILE} (original layout)" in caplog.messages
     shutil.copytree(ckpt_dir / "vae", tmp_path / "vae")
-    (tmp_path / FILE).touch()
+    (tmp_path / FILE).write_bytes(b"")
     assert WanVae.load(tmp_path, CPU, torch.float32).parameter_count
+    assert f"VAE: {tmp_path / 'vae'} (diffusers' layout)" in caplog.messages
