@@ -253,11 +253,12 @@ async def test_a_slow_reader_is_not_run_ahead_of(
     stub = vae_pb2_grpc.VaeServiceStub(channel)
     call = stub.Decode(requests(make_latents(11, 32, 32), output_format="tensor"), timeout=60)
     responses = [await call.read()]
-    await asyncio.sleep(0.5)
-    made = batches
-    await asyncio.sleep(0.3)
+    made = 0
+    while batches > made:  # a busy machine takes its time to come to rest
+        made = batches
+        await asyncio.sleep(0.5)
     # 11 latent frames, then 33 parts of which gRPC's own window holds some.
-    assert batches == made < 11 + 20
+    assert made < 11 + 20
     other = await decode(channel, make_latents(1, 32, 32))
     assert other[-1].done.video.num_frames == 1
     while (response := await call.read()) is not grpc.aio.EOF:
