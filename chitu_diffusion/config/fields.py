@@ -23,9 +23,14 @@ def one_of(default: str, choices: Sequence[str]) -> Any:
     return dataclasses.field(default=default, metadata={"choices": tuple(choices)})
 
 
+def line(default: str) -> Any:
+    """Text, which may be empty."""
+    return _formed(default, "one line of text", lambda _: True)
+
+
 def filled(default: str | None) -> Any:
     """Text that is not empty: an empty path would be the start directory."""
-    return _formed(default, "text that is not empty", lambda text: bool(text.strip()))
+    return _formed(default, "one line of text that is not empty", lambda text: bool(text.strip()))
 
 
 def device_name(default: str) -> Any:
@@ -62,7 +67,7 @@ def allowed(field: dataclasses.Field[Any]) -> str:
         noun = f"{rule['length']} {nouns[1]}" if "length" in rule else nouns[0]
         words = "{} between {} and {}".format(noun, *rule["range"])
     else:
-        words = rule.get("words", "text")
+        words = rule["words"]
     return f"{words}, or null" if "None" in kind else words
 
 
@@ -74,7 +79,7 @@ def holds(field: dataclasses.Field[Any], value: Any) -> bool:
     if "choices" in rule:
         return value in rule["choices"]
     if "range" not in rule:
-        return bool(rule.get("holds", lambda _: True)(value))
+        return bool(rule["holds"](value))
     low, high = rule["range"]
     values = value if "length" in rule else [value]
     # OmegaConf lets lists through as elements of lists of numbers; NaN is within nothing.
@@ -84,7 +89,11 @@ def holds(field: dataclasses.Field[Any], value: Any) -> bool:
 
 
 def _formed(default: str | None, words: str, holds: Callable[[str], bool]) -> Any:
-    return dataclasses.field(default=default, metadata={"words": words, "holds": holds})
+    def is_line(text: str) -> bool:  # YAML does not give every line end back
+        return "".join(text.splitlines()) == text
+
+    rule = {"words": words, "holds": lambda text: is_line(text) and holds(text)}
+    return dataclasses.field(default=default, metadata=rule)
 
 
 def _is_address(text: str) -> bool:

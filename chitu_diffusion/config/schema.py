@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from chitu_diffusion.config.fields import device_name, endpoint, filled, one_of, within
+from chitu_diffusion.config.fields import device_name, endpoint, filled, line, one_of, within
 
 MODEL_TYPES = ("wan",)
 SOLVERS = ("unipc", "dpm++", "euler")
@@ -65,7 +65,7 @@ class TransformerConfig:
 class DefaultsConfig:
     """What a request gets for fields it leaves out."""
 
-    negative_prompt: str = ""
+    negative_prompt: str = line("")
     """Negative prompt."""
     num_frames: int = within(81, 1, _MANY)
     """Frames."""

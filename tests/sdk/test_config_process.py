@@ -1,6 +1,7 @@
 """The configuration as processes take it."""
 
 import contextlib
+import itertools
 import os
 import re
 import subprocess
@@ -114,7 +115,7 @@ def test_writing_is_seen(tmp_path):
 def test_all_services_start_and_write_nothing_and_tell_the_configuration_once(tmp_path):
     arguments = [*FREE_PORTS, "orchestrator.listen=127.0.0.1:0", "infer.num_threads=1"]
     with nowhere(tmp_path, "-m", *SERVE, *arguments) as (process, log):
-        lines = list(iter(process.stdout.readline, "ready\n")) if process.poll() is None else []
+        lines = list(itertools.takewhile(lambda line: line != "ready\n", process.stdout))
     assert process.returncode == 0, log.read_text()
     assert len(lines) == 4
     text = log.read_text()
