@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from chitu_diffusion.errors import CheckpointError
-from services.common.weight_files import Header, headers, locate, read, some
+from services.common.weight_files import Header, headers, locate, read, release, some
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,8 @@ _IGNORED = frozenset({"scaled_fp8"})
 # Two spellings of the factor that a float8 weight was divided by.
 _SCALES = (".scale_weight", ".weight_scale")
 
-_MAX_BUDGET = 128 << 20
+# Bytes that are copied at once: more of the file need not be in memory.
+_PART = 16 << 20
 _REPORT_EVERY_S = 3.0
 
 
@@ -71,8 +72,7 @@ def load_weights(
     _check_types(described, names, expected, scales, path)
     factors = _factors(scales, where)
     progress = _Progress(path, sum(expected[name].numel() for name in names.values()))
-    budget = min(_MAX_BUDGET, progress.total // 8)
-    for key, tensor in read(weights, budget):
+    for key, tensor in read(weights):
         name = names[key]
         kind = dtype(name) if callable(dtype) else dtype
         placed = _place(tensor, factors.get(key), kind, device)
@@ -113,7 +113,7 @@ def _scales(where: Mapping[str, Path], described: Mapping[str, Header]) -> dict[
 def _factors(scales: Mapping[str, str], where: Mapping[str, Path]) -> dict[str, torch.Tensor]:
     """Read the scales as float32."""
     files = {key: where[key] for key in scales.values()}
-    values = {key: tensor.float() for key, tensor in read(files, _MAX_BUDGET)}
+    values = {key: tensor.float() for key, tensor in read(files)}
     return {weight: values[key] for weight, key in scales.items()}
 
 
@@ -167,11 +167,13 @@ def _check_types(
     path: Path,
 ) -> None:
     """Refuse what would lose its meaning: quantised weights whose scales are not known."""
-    floats = [key for key, name in names.items() if expected[name].is_floating_point()]
-    integers = [key for key in floats if not described[key].is_floating_point]
-    if integers:
-        listed = some(f"{key} is {described[key].dtype}" for key in integers)
-        raise CheckpointError(f"{path}: weights must have a floating-point type: {listed}")
+    other_kind = [
+        f"{key} is {described[key].dtype}, the model has {expected[name].dtype}"
+        for key, name in names.items()
+        if described[key].is_floating_point != expected[name].is_floating_point()
+    ]
+    if other_kind:
+        raise CheckpointError(f"{path} does not fit the model; types: {some(other_kind)}")
     float8 = [key for key in names if described[key].is_float8 and key not in scales]
     if float8:
         raise CheckpointError(
@@ -180,17 +182,26 @@ def _check_types(
         )
 
 
+@torch.no_grad()
 def _place(
     tensor: torch.Tensor, factor: torch.Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Copy a tensor, so that it no longer depends on the file."""
-    if factor is not None:
-        if factor.numel() > 1:
-            factor = factor.reshape(-1, *[1] * (tensor.ndim - 1))
-        tensor = tensor.to(device=device, dtype=torch.float32) * factor.to(device)
-        return tensor.to(dtype)
+    """Copy a tensor part by part, so that it no longer depends on the file."""
     kind = dtype if tensor.is_floating_point() else tensor.dtype
-    return tensor.to(device=device, dtype=kind, copy=True).contiguous()
+    placed = torch.empty(tensor.shape, dtype=kind, device=device)
+    source = tensor.reshape(tensor.shape or (1,))
+    target = placed.view(source.shape)
+    rows = max(1, _PART * len(source) // max(1, source.nbytes))
+    if factor is not None:
+        factor = factor.to(device).reshape(-1, *[1] * (source.ndim - 1)).expand(source.shape)
+    for first in range(0, len(source), rows):
+        part = source[first : first + rows]
+        scaled = part
+        if factor is not None:
+            scaled = part.to(device, torch.float32) * factor[first : first + rows]
+        target[first : first + rows].copy_(scaled)
+        release(part)
+    return placed
 
 
 def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -6,9 +6,12 @@ in safetensors or, with `torch.load(weights_only=True)`, as `.bin`, `.pth` or `.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import mmap
 import re
+import sys
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +26,9 @@ from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError
 log = logging.getLogger(__name__)
 
 _PICKLED = (".bin", ".pth", ".pt")
+SUFFIXES = (".safetensors", *_PICKLED)
+"""Of files with weights."""
+
 # Safetensors first: a folder with both formats never falls back to the pickled one.
 _PATTERNS = ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pth")
 _USUAL_STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
@@ -30,6 +36,7 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})(?P<suff
 # Bytes of an index or of the description of tensors in a file; safetensors has the same limit.
 _MAX_HEADER = 100_000_000
 _SHOWN = 5
+_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -80,28 +87,34 @@ def _weight_files(folder: Path) -> list[Path]:
     pattern = next((p for p, files in found.items() if files), None)
     if pattern is None:
         raise CheckpointNotFoundError(f"{folder} holds no weights (none of {', '.join(_PATTERNS)})")
-    chosen = _choose(folder, pattern, found[pattern])
+    chosen = _choose(folder, found[pattern])
     _require(folder, [path.name for path in chosen], "has links to files that are gone")
     if "safetensors" in pattern and (found["*.bin"] or found["*.bin.index.json"]):
         log.info("%s: reading %s, not the .bin files beside it", folder, chosen[0].name)
     return chosen
 
 
-def _choose(folder: Path, pattern: str, found: list[Path]) -> list[Path]:
-    usual = [path for path in found if path.name.split(".")[0] in _USUAL_STEMS]
-    for candidates in (usual, found):
-        if len(candidates) == 1 and not _SHARD.fullmatch(candidates[0].name):
-            return candidates
+def _choose(folder: Path, found: list[Path]) -> list[Path]:
+    """The only file or the only numbered set, of those with usual names if there are any."""
+    found = [path for path in found if _stem(path) in _USUAL_STEMS] or found
+    if len(found) == 1 and not _SHARD.fullmatch(found[0].name):
+        return found
     shards = [match for match in (_SHARD.fullmatch(path.name) for path in found) if match]
     sets = {(match["stem"], match["total"], match["suffix"]) for match in shards}
     if len(shards) != len(found) or len(sets) != 1:
         raise CheckpointError(
-            f"{folder} holds several weight files and no index: {some(p.name for p in found)}"
+            f"{folder} holds several weight files: must be one, one index or one numbered set: "
+            f"{some(path.name for path in found)}"
         )
     stem, total, suffix = sets.pop()
     names = [f"{stem}-{number:05}-of-{total}{suffix}" for number in range(1, int(total) + 1)]
     _require(folder, names, "holds part of a numbered set")
     return [folder / name for name in names]
+
+
+def _stem(path: Path) -> str:
+    shard = _SHARD.fullmatch(path.name)
+    return shard["stem"] if shard else path.name.partition(".")[0]
 
 
 def _require(folder: Path, names: Iterable[str], what: str) -> None:
@@ -116,20 +129,21 @@ def _read_index(index: Path) -> dict[str, Path]:
     try:
         shards = json.loads(index.read_text("utf-8"))["weight_map"]
         where = {str(key): index.parent / str(shard) for key, shard in shards.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not a weight index: {error!r}") from error
     outside = sorted({str(s) for s in shards.values() if Path(str(s)).name != str(s)})
     if outside:
         raise CheckpointError(f"{index} points outside its folder: {some(outside)}")
     _require(index.parent, map(str, shards.values()), f"lacks files that {index.name} names")
-    held = {file: set(_keys(file)) for file in sorted(set(where.values()))}
+    held = {file: dict.fromkeys(_keys(file)) for file in sorted(set(where.values()))}
     absent = sorted(key for key, file in where.items() if key not in held[file])
     if absent:
         raise CheckpointError(f"{index} names tensors its shards lack: {some(absent)}")
     extra = sorted(set().union(*held.values()) - set(where))
     if extra:
         raise CheckpointError(f"{index} leaves out tensors of its shards: {some(extra)}")
-    return where
+    # In the order of the files, not of the index: a disk reads ahead.
+    return {key: file for file, keys in held.items() for key in keys if where[key] == file}
 
 
 def headers(where: Mapping[str, Path]) -> dict[str, Header]:
@@ -148,25 +162,25 @@ def headers(where: Mapping[str, Path]) -> dict[str, Header]:
     return found
 
 
-def read(where: Mapping[str, Path], budget: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors that lie in the mapped file: copy each before asking for the next.
-
-    Args:
-        where: the tensors to read, and their files.
-        budget: bytes that may be read before a file is mapped anew. Pages of a mapping that were
-            read count as resident memory until it is closed.
-    """
+def read(where: Mapping[str, Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors that lie in the mapped file: copy each, and `release` what was copied."""
     for file, keys in _by_file(where).items():
         read_one = _read_pickled if file.suffix in _PICKLED else _read_safetensors
-        rest = keys
-        while rest:
-            spent = done = 0
-            for key, tensor in read_one(file, rest):
-                yield key, tensor
-                spent, done = spent + tensor.nbytes, done + 1
-                if spent >= budget:
-                    break
-            rest = rest[done:]
+        yield from read_one(file, keys)
+
+
+def release(part: torch.Tensor) -> None:
+    """Give back the memory of a part of a mapped file; it may be read again.
+
+    Pages of a mapping that were read count as resident until they are given back. Those that a
+    neighbour may share are kept.
+    """
+    if not part.is_contiguous():
+        return
+    first = -(-part.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (part.data_ptr() + part.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if size > 0:
+        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 def _read_safetensors(file: Path, keys: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -198,8 +212,10 @@ def _check_size(what: Path, size: int) -> None:
 
 def _keys(file: Path) -> list[str]:
     if file.suffix in _PICKLED:
-        _check_archive(file)
-        return list(_unpickle(file))
+        sizes = _check_archive(file)
+        tensors = _unpickle(file)
+        _check_storages(file, tensors, sizes)
+        return list(tensors)
     try:
         with safe_open(file, "pt") as opened:
             return list(opened.offset_keys())
@@ -207,18 +223,35 @@ def _keys(file: Path) -> list[str]:
         raise CheckpointError(f"{file} is corrupt: {error}") from error
 
 
-def _check_archive(file: Path) -> None:
-    """Refuse what is no archive of torch's, or has a pickle that would unpack to any size."""
+def _check_archive(file: Path) -> Counter[int]:
+    """Refuse what is no archive of torch's or cannot be mapped; the sizes of its data in bytes."""
     try:
         with zipfile.ZipFile(file) as archive:
-            pickles = [r for r in archive.infolist() if r.filename.endswith("/data.pkl")]
+            records = archive.infolist()
+            orders = [archive.open(r).read(8) for r in records if r.filename.endswith("/byteorder")]
     except Exception as error:
         # A damaged list of records is a BadZipFile, UnicodeDecodeError, NotImplementedError, ...
         raise CheckpointError(
             f"{file} is corrupt, or of torch.save's format before 1.6: {error!r}"
         ) from error
-    for record in pickles:
-        _check_size(file / record.filename, record.file_size)
+    data = [record for record in records if "/data/" in record.filename]
+    for record in records:
+        if "/data/" not in record.filename:
+            _check_size(file / record.filename, record.file_size)
+    stored = all(record.compress_type == zipfile.ZIP_STORED for record in data)
+    if not stored or any(order != sys.byteorder.encode() for order in orders):
+        raise CheckpointError(
+            f"{file} cannot be mapped: its data must be uncompressed and {sys.byteorder}-endian"
+        )
+    return Counter(record.file_size for record in data)
+
+
+def _check_storages(file: Path, tensors: Mapping[str, torch.Tensor], sizes: Counter[int]) -> None:
+    """Refuse data that ends early: a mapped tensor would go on with what comes after."""
+    storages = [tensor.untyped_storage() for tensor in tensors.values()]
+    needed = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    if lacking := Counter(needed.values()) - sizes:
+        raise CheckpointError(f"{file} is corrupt: no data of {some(map(str, lacking))} bytes")
 
 
 def _unpickle(file: Path) -> dict[str, torch.Tensor]:
@@ -228,10 +261,15 @@ def _unpickle(file: Path) -> dict[str, torch.Tensor]:
         # Damage shows in any step of a pickle: KeyError, TypeError, AssertionError, ...
         raise CheckpointError(f"{file} is corrupt or more than tensors: {error!r}") from error
     if not isinstance(tensors, dict) or not all(
-        isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in tensors.items()
+        isinstance(key, str) and _is_plain(value) for key, value in tensors.items()
     ):
-        raise CheckpointError(f"{file} is not a mapping of names to tensors")
+        raise CheckpointError(f"{file} is not a mapping of names to dense tensors")
     return tensors
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it is a tensor with values of its own: neither sparse nor on the meta device."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
 
 
 def some(items: Iterable[str]) -> str:

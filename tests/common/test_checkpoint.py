@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,15 @@ def test_several_files_without_index(tmp_path: Path, weights: dict[str, torch.Te
         load(tmp_path)
 
 
+def test_a_set_with_a_usual_name_is_not_mixed_up_with_other_parts(
+    tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    shard(tmp_path, weights)
+    next(tmp_path.glob("*.index.json")).unlink()
+    save_file({"conv1.weight": torch.zeros(2)}, tmp_path / "Wan2.1_VAE.safetensors")
+    assert_equal(load(tmp_path), weights)
+
+
 def test_missing_shard(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
     shard(tmp_path, weights)
     (tmp_path / "diffusion_pytorch_model-00002-of-00002.safetensors").unlink()
@@ -179,7 +189,7 @@ def test_index_decides_per_tensor(tmp_path: Path, weights: dict[str, torch.Tenso
     assert load(tmp_path).counts.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("content", ["[]", "{", '{"weight_map": 3}', "{}"])
+@pytest.mark.parametrize("content", ["[]", "{", '{"weight_map": 3}', "{}", "[" * 100_000])
 def test_broken_index(tmp_path: Path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(CheckpointError, match="is not a weight index"):
@@ -390,15 +400,50 @@ def test_integers_are_no_weights(
         torch.save(weights, file)
     else:
         save_file(weights, file)
-    with pytest.raises(CheckpointError, match=r"floating-point type: first\.weight is (I8|.*int8)"):
+    with pytest.raises(CheckpointError, match=r"types: first\.weight is (I8|.*int8), the model"):
         load(tmp_path)
+
+
+def test_floats_are_no_integers(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file({**weights, "counts": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"types: counts is F32, the model has torch\.int64"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pth"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_tensors_are_copied_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(checkpoint, "_PART", 100_000)
+    # In a .pth the two are one storage, whose pages are given back after the first.
+    table = torch.randn(301, 501)
+    weights = {"0.weight": table, "1.weight": table}
+    if suffix == "pth":
+        torch.save(weights, tmp_path / "model.pth")
+    else:
+        save_file(
+            {key: value.clone() for key, value in weights.items()}, tmp_path / "m.safetensors"
+        )
+    with torch.device("meta"):
+        net = nn.ModuleList(nn.Linear(501, 301, bias=False) for _ in range(2))
+    load_weights(net, tmp_path, dtype=dtype, device=CPU)
+    for value in net.state_dict().values():
+        assert torch.equal(value, table.to(dtype))
 
 
 @pytest.mark.parametrize("suffix", ["scale_weight", "weight_scale"])
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (4, 1)])
+@pytest.mark.parametrize("part", [1, 1 << 20])
 def test_float8_weights_are_scaled(
-    tmp_path: Path, weights: dict[str, torch.Tensor], suffix: str, shape: tuple[int, ...]
+    tmp_path: Path,
+    weights: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    suffix: str,
+    shape: tuple[int, ...],
+    part: int,
 ) -> None:
+    monkeypatch.setattr(checkpoint, "_PART", part)
     scale = torch.rand(shape) + 0.5
     rows = scale.reshape(-1, 1) if scale.numel() > 1 else scale
     stored = (weights["first.weight"] / rows).to(torch.float8_e4m3fn)
@@ -462,6 +507,52 @@ def test_a_corrupt_header_is_refused_at_once(tmp_path: Path, content: bytes) -> 
 def test_a_corrupt_pickle_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.pth").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.pth"):
+        load(tmp_path)
+
+
+def rewrite(file: Path, name: str, content: bytes | None, compression: int) -> None:
+    """Write an archive anew, with other content in the record whose name ends in `name`."""
+    with zipfile.ZipFile(file) as archive:
+        records = {record: archive.read(record) for record in archive.namelist()}
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        for record, old in records.items():
+            archive.writestr(record, content if content and record.endswith(name) else old)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "compression", "reason"),
+    [
+        ("/data/0", None, zipfile.ZIP_DEFLATED, "must be uncompressed"),
+        ("/byteorder", b"big", zipfile.ZIP_STORED, "little-endian"),
+        ("/data/0", b"12345678", zipfile.ZIP_STORED, "no data of 16 bytes"),
+    ],
+)
+def test_an_archive_whose_data_cannot_be_mapped_is_refused(
+    tmp_path: Path,
+    weights: dict[str, torch.Tensor],
+    name: str,
+    content: bytes | None,
+    compression: int,
+    reason: str,
+) -> None:
+    file = tmp_path / "model.pth"
+    torch.save(weights, file)
+    rewrite(file, name, None, zipfile.ZIP_STORED)
+    assert_equal(load(file), weights)
+    rewrite(file, name, content, compression)
+    with pytest.raises(CheckpointError, match=rf"model\.pth .*{reason}"):
+        load(file)
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.to_sparse, lambda tensor: tensor.to("meta")])
+def test_tensors_without_values_of_their_own_are_refused(
+    tmp_path: Path,
+    weights: dict[str, torch.Tensor],
+    convert: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    weights["first.weight"] = convert(weights["first.weight"])
+    torch.save(weights, tmp_path / "model.pth")
+    with pytest.raises(CheckpointError, match=r"model\.pth is not a mapping of names to dense"):
         load(tmp_path)
 
 
