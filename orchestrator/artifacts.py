@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import fsspec
 
-from chitu_diffusion.errors import NotFoundError, OffsetError
+from chitu_diffusion.errors import ConfigError, NotFoundError, OffsetError
 
 CHUNK_BYTES = 1 << 20
 
@@ -20,8 +20,18 @@ class ArtifactStore:
     """Files by task id."""
 
     def __init__(self, url: str) -> None:
-        """`url`: a folder or fsspec URL; made at the first write."""
-        self._fs, self._root = fsspec.core.url_to_fs(url)
+        """Find the file system; nothing is written yet.
+
+        Args:
+            url: a folder or fsspec URL; made at the first write.
+
+        Raises:
+            ConfigError: there is no such protocol, or its library is not installed.
+        """
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except Exception as error:  # each file system has errors of its own for a bad URL
+            raise ConfigError(f"orchestrator.results_url={url!r}: {error}") from error
 
     def path(self, task_id: str) -> str:
         """Where a task's file lies."""

@@ -42,7 +42,8 @@ def device_name(default: str) -> Any:
 
 def endpoint(default: str | None) -> Any:
     """Where a service is."""
-    return _formed(default, "host:port, with a port of 0 to 65535, or unix:PATH", _is_address)
+    words = "host:port, with a port of 0 to 65535, or unix:PATH, of at most 100 characters"
+    return _formed(default, words, _is_address)
 
 
 def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
@@ -97,7 +98,7 @@ def _formed(default: str | None, words: str, holds: Callable[[str], bool]) -> An
 
 
 def _is_address(text: str) -> bool:
-    if text.startswith("unix:"):
-        return text != "unix:"
+    if text.startswith("unix:"):  # a socket's path has a length limit of about 107 bytes
+        return 1 <= len(text.removeprefix("unix:").encode()) <= 100
     host, _, port = text.rpartition(":")
     return bool(host and re.fullmatch(r"\d{1,5}", port, re.ASCII)) and int(port) <= 65535

@@ -62,6 +62,11 @@ class ModelHost(Service, Generic[Model]):
         self._state = component_pb2.COMPONENT_STATE_LOADING
         self._detail = ""
 
+    @property
+    def home(self) -> torch.device:
+        """Where the weights are read to."""
+        return self.device
+
     @abc.abstractmethod
     def read(self) -> Model:
         """Read the weights; on the worker thread."""
@@ -129,7 +134,7 @@ class ModelHost(Service, Generic[Model]):
             name=self.component,
             model=self.config.models.name,
             state=self._state,
-            device=str(self.device),
+            device=str(self.home),
             dtype=dtype_name(self.dtype),
             detail=self._detail,
         )

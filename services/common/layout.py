@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError
+from services.common.weight_files import SUFFIXES
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +26,10 @@ def find_part(ckpt_dir: Path, part: str, folder: str, files: str) -> Path:
         CheckpointNotFoundError: there is neither.
         CheckpointError: several files fit the pattern.
     """
-    found = sorted(ckpt_dir.glob(files))
+    found = sorted(path for path in ckpt_dir.glob(files) if path.suffix in SUFFIXES)
     if (ckpt_dir / folder).is_dir():
-        log.info("%s: %s (diffusers' layout)", part, ckpt_dir / folder)
+        passed_over = f", not {', '.join(path.name for path in found)}" if found else ""
+        log.info("%s: %s (diffusers' layout)%s", part, ckpt_dir / folder, passed_over)
         return ckpt_dir / folder
     if len(found) > 1:
         raise CheckpointError(

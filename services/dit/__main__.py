@@ -1,9 +1,19 @@
-"""`python -m services.dit`: the DiT service as a process; arguments are hydra overrides."""
+"""`python -m services.dit [hydra overrides]`: the DiT service as a process."""
 
 from __future__ import annotations
 
-from chitu_diffusion.rpc.server import run
-from services.dit.host import DitHost
+import sys
+
+from chitu_diffusion.config.schema import Config
+from chitu_diffusion.rpc.server import Service, run
+
+
+def make_service(config: Config) -> Service:
+    """Import the room once the configuration is known to be right: its libraries take seconds."""
+    from services.dit.host import DitHost
+
+    return DitHost(config)
+
 
 if __name__ == "__main__":
-    raise SystemExit(run(DitHost))
+    sys.exit(run(make_service))

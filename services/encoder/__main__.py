@@ -1,9 +1,19 @@
-"""`python -m services.encoder [overrides]`: the text encoder as a process."""
+"""`python -m services.encoder [hydra overrides]`: the text encoder as a process."""
+
+from __future__ import annotations
 
 import sys
 
-from chitu_diffusion.rpc.server import run
-from services.encoder.host import EncoderHost
+from chitu_diffusion.config.schema import Config
+from chitu_diffusion.rpc.server import Service, run
+
+
+def make_service(config: Config) -> Service:
+    """Import the room once the configuration is known to be right: its libraries take seconds."""
+    from services.encoder.host import EncoderHost
+
+    return EncoderHost(config)
+
 
 if __name__ == "__main__":
-    sys.exit(run(EncoderHost))
+    sys.exit(run(make_service))

@@ -30,8 +30,12 @@ class EncoderHost(ModelHost[Worker]):
             component_pb2.DESCRIPTOR.services_by_name["ComponentService"].full_name,
         ]
 
+    @property
+    def home(self) -> torch.device:
+        """Host memory at the higher levels of low_mem_level."""
+        on_cpu = self.config.infer.diffusion.low_mem_level >= _ON_CPU_LEVEL
+        return torch.device("cpu") if on_cpu else self.device
+
     def read(self) -> Worker:
         """Read tokenizer and weights."""
-        on_cpu = self.config.infer.diffusion.low_mem_level >= _ON_CPU_LEVEL
-        home = torch.device("cpu") if on_cpu else self.device
-        return load_worker(self.config, home, self.dtype)
+        return load_worker(self.config, self.home, self.dtype)

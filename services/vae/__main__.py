@@ -1,9 +1,19 @@
-"""`python -m services.vae [overrides]`: the VAE as a process."""
+"""`python -m services.vae [hydra overrides]`: the VAE as a process."""
+
+from __future__ import annotations
 
 import sys
 
-from chitu_diffusion.rpc.server import run
-from services.vae.host import VaeHost
+from chitu_diffusion.config.schema import Config
+from chitu_diffusion.rpc.server import Service, run
+
+
+def make_service(config: Config) -> Service:
+    """Import the room once the configuration is known to be right: its libraries take seconds."""
+    from services.vae.host import VaeHost
+
+    return VaeHost(config)
+
 
 if __name__ == "__main__":
-    sys.exit(run(VaeHost))
+    sys.exit(run(make_service))

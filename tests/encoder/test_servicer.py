@@ -274,6 +274,7 @@ def test_home_at_each_level_of_low_memory(
             ]
         )
     )
+    assert host.components()[0].device == home, "told while it loads"
     host.read()
     host.worker.shutdown()
     # The type is that of the device it was configured for, wherever it lives.

@@ -129,4 +129,7 @@ def test_the_layout_is_logged_and_diffusers_wins(
     shutil.copytree(ckpt_dir / "text_encoder", tmp_path / "text_encoder")
     (tmp_path / FILE).write_bytes(b"")
     assert TextEncoder.load(tmp_path, CPU, torch.float32).encode([[1]])
-    assert f"text encoder: {tmp_path / 'text_encoder'} (diffusers' layout)" in caplog.messages
+    assert (
+        f"text encoder: {tmp_path / 'text_encoder'} (diffusers' layout), not {FILE}"
+        in caplog.messages
+    )

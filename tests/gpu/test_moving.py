@@ -9,7 +9,10 @@ from services.encoder.umt5 import TextEncoder
 from services.vae.wan_vae import WanVae
 from tests.e2e.conftest import ROOT
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 TINY = ROOT / "assets" / "tiny-wan"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

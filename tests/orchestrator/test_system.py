@@ -489,3 +489,9 @@ async def test_a_host_that_stays_away_is_named(start_system):
         await start_system(
             "services.vae.address='unix:/nowhere'", "orchestrator.connect_timeout_s=0.3"
         )
+
+
+@pytest.mark.parametrize("url", ["nosuch://bucket/x", "github://x"])
+async def test_results_that_can_go_nowhere_stop_the_start(start_system, url):
+    with pytest.raises(errors.ConfigError, match=f"orchestrator.results_url='{url}': ."):
+        await start_system(f"orchestrator.results_url='{url}'")

@@ -175,11 +175,9 @@ async def test_reflection_lists_the_services():
     await server.stop(0)
 
 
-@pytest.mark.parametrize(
-    "listen", ["127.0.0.1", "127.0.0.1:70000", "127.0.0.1:x", ":50051x", "unix:" + "x" * 200]
-)
-async def test_an_address_that_cannot_be_is_refused(listen):
-    with pytest.raises(ConfigError, match="encoder: listen="):
+@pytest.mark.parametrize("listen", ["192.0.2.1:0", "nowhere.invalid:0", "unix:" + "x" * 200])
+async def test_an_address_that_is_not_ours_is_refused(listen):
+    with pytest.raises(ConfigError, match=r"encoder: listen=.*not ours"):
         await Server(SlowService(), listen).start()
 
 
