@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import os
+import pkgutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -117,11 +118,15 @@ def _bind(server: grpc.aio.Server, listen: str, name: str) -> str:
     return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{bound}"
 
 
-def run(make_service: Callable[[Config], Service], argv: Sequence[str] | None = None) -> int:
+def run(service: str, argv: Sequence[str] | None = None) -> int:
     """Run one service as a process until SIGTERM or SIGINT; a second signal stops at once.
 
-    The arguments are hydra overrides. When bound, one JSON line on standard output tells the
-    address; the log goes to standard error.
+    When bound, one JSON line on standard output tells the address; the log goes to standard error.
+
+    Args:
+        service: where its class is, as "module:name". Imported once the configuration is known to
+            be right: a room's libraries take seconds.
+        argv: hydra overrides, by default those of the command line.
 
     Returns:
         Exit code: 0 after a requested stop, 1 when loading failed, 2 for a wrong configuration.
@@ -134,7 +139,7 @@ def run(make_service: Callable[[Config], Service], argv: Sequence[str] | None = 
         config = configuration.load(arguments)
         if PARENT_PID not in os.environ:  # else whoever started this process has told it
             log.info("configuration:\n%s", configuration.to_yaml(config))
-        return asyncio.run(_run(make_service, config))
+        return asyncio.run(_run(pkgutil.resolve_name(service), config))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

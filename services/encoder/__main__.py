@@ -1,19 +1,8 @@
 """`python -m services.encoder [hydra overrides]`: the text encoder as a process."""
 
-from __future__ import annotations
-
 import sys
 
-from chitu_diffusion.config.schema import Config
-from chitu_diffusion.rpc.server import Service, run
-
-
-def make_service(config: Config) -> Service:
-    """Import the room once the configuration is known to be right: its libraries take seconds."""
-    from services.encoder.host import EncoderHost
-
-    return EncoderHost(config)
-
+from chitu_diffusion.rpc.server import run
 
 if __name__ == "__main__":
-    sys.exit(run(make_service))
+    sys.exit(run("services.encoder.host:EncoderHost"))

@@ -57,6 +57,9 @@ def test_every_model_composes(model):
         ("services.dit.listen=50052", "services.dit.listen=.50052.: must be host:port"),
         ("services.vae.address=vae:70000", "port of 0 to 65535"),
         ("services.vae.address=unix:", "services.vae.address=.unix:.: must be host:port"),
+        ("services.vae.listen=127.0.0.1", "services.vae.listen=.127.0.0.1.: must be host:port"),
+        ("services.vae.listen=127.0.0.1:x", "services.vae.listen=.127.*x.: must be host:port"),
+        ("services.vae.listen=:50051x", "services.vae.listen=.:50051x.: must be host:port"),
         ("services.vae.listen=unix:" + "x" * 101, "unix:PATH, of at most 100 characters"),
         (
             "orchestrator.results_url=",
