@@ -87,6 +87,13 @@ class Prompts:
     positive: torch.Tensor
     negative: torch.Tensor | None
 
+    def branch(self, index: int) -> torch.Tensor:
+        """Of a guidance branch: 0 is the positive one."""
+        if index == 0:
+            return self.positive
+        assert self.negative is not None, "the door asks for it when a step needs it"
+        return self.negative
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -107,8 +114,8 @@ class TaskState:
     latents: torch.Tensor
     """(1, C, F, H, W) float32."""
     solver: Solver
-    constants: dict[int, Constants] = field(default_factory=dict)
-    """Of the expert in use; computed when it is first used."""
+    constants: dict[tuple[int, tuple[int, ...]], Constants] = field(default_factory=dict)
+    """Of the expert in use and the branches computed here; made when they are first used."""
 
     @property
     def step(self) -> int:
@@ -182,25 +189,26 @@ class Denoiser:
     def _step(
         self, state: TaskState, planned: PlannedStep, prompts: Prompts, how: Execution
     ) -> None:
-        constants = self._constants(state, planned, prompts)
+        branches = how.parallel.branches if uses_negative(planned.guidance) else (0,)
         velocity = guided_velocity(
             self._experts.use(planned.expert),
             state.latents,
             planned.step,
-            constants,
+            self._constants(state, planned, prompts, branches),
             planned.guidance,
             how,
         )
         state.latents = state.solver.step(velocity, state.latents)
 
-    def _constants(self, state: TaskState, planned: PlannedStep, prompts: Prompts) -> Constants:
+    def _constants(
+        self, state: TaskState, planned: PlannedStep, prompts: Prompts, branches: tuple[int, ...]
+    ) -> Constants:
         """Return the expert's constants, computed once; those of another expert are freed."""
-        if planned.expert not in state.constants:
+        key = (planned.expert, branches)
+        if key not in state.constants:
             state.constants.clear()
-            rows = [prompts.positive]
-            if uses_negative(planned.guidance) and prompts.negative is not None:
-                rows.append(prompts.negative)
-            state.constants[planned.expert] = self._experts.use(planned.expert).prepare(
-                torch.cat(rows), state.plan.params.grid, state.plan.grid.timesteps
+            rows = torch.cat([prompts.branch(index) for index in branches])
+            state.constants[key] = self._experts.use(planned.expert).prepare(
+                rows, state.plan.params.grid, state.plan.grid.timesteps
             )
-        return state.constants[planned.expert]
+        return state.constants[key]

@@ -9,7 +9,7 @@ import torch
 from services.dit.attention import Attention
 from services.dit.flexcache import BlockCache
 from services.dit.models import Constants, Transformer
-from services.dit.parallel import SequenceParallel
+from services.dit.parallel import Parallel
 
 # Tokens up to which one forward of both branches is faster than two. Measured on one EPYC core in
 # float32, widths 192 and 768: 0.72-0.80 of the time at 32 tokens, 0.78-0.91 at 80, 0.92-1.01 at
@@ -22,7 +22,7 @@ class Execution:
     """How forwards are carried out: what the model takes as arguments besides its data."""
 
     attention: Attention
-    parallel: SequenceParallel
+    parallel: Parallel
     cache: BlockCache
 
 
@@ -45,7 +45,7 @@ def guided_velocity(
         model: the expert of this step.
         latents: float32.
         step_index: position in the plan.
-        constants: of the positive branch, and behind it the negative one if `scale` > 1.
+        constants: of the positive branch; of `how.parallel.branches`, in order, if `scale` > 1.
         scale: guidance; at <= 1 only the positive branch is computed.
         how: kernels and layout.
     """
@@ -63,9 +63,11 @@ def guided_velocity(
 
     if not uses_negative(scale):
         return forward(latents, constants.branch(0))
-    if constants.num_tokens <= BATCH_TOKENS:
-        positive, negative = torch.split(forward(latents.expand(2, -1, -1, -1, -1), constants), 1)
+    own = len(how.parallel.branches)
+    if own == 1 or constants.num_tokens <= BATCH_TOKENS:
+        velocities = forward(latents.expand(own, -1, -1, -1, -1), constants)
     else:
-        positive, negative = (forward(latents, constants.branch(n)) for n in range(2))
+        velocities = torch.cat([forward(latents, constants.branch(n)) for n in range(own)])
+    positive, negative = torch.split(how.parallel.gather_branches(velocities), 1)
     guided: torch.Tensor = negative + scale * (positive - negative)
     return guided

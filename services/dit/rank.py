@@ -32,7 +32,7 @@ from services.dit.flexcache import NoCache
 from services.dit.guidance import Execution, guided_velocity
 from services.dit.jobs import Event, Forward, ForwardDone, Slice, SliceDone, Source
 from services.dit.models import Transformer, get_family
-from services.dit.parallel import OneRank
+from services.dit.parallel import Alone
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class Rank:
         latents = job.hidden_states.to(self.device)
         grid = (latents.shape[2], latents.shape[3], latents.shape[4])
         constants = model.prepare(self._pad(job.prompt_embeds), grid, [job.timestep])
-        how = Execution(self._attention(job.attn_type), OneRank(), NoCache())
+        how = Execution(self._attention(job.attn_type), Alone(), NoCache())
         velocity = guided_velocity(model, latents, 0, constants, 1.0, how).cpu()
         if not bool(torch.isfinite(velocity).all()):
             raise ComponentError("the velocity is not finite")
@@ -188,7 +188,7 @@ class Rank:
         state = self._open(job, held, denoiser)
         del held
         attention = self._attention(job.attn_type)
-        how = Execution(attention, OneRank(), NoCache())
+        how = Execution(attention, Alone(), NoCache())
         yield from self._steps(job, denoiser, state, how, cancelled)
         if job.keep_state and state.step < len(job.plan.steps):
             self._hold(job.task_id, state)

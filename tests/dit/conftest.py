@@ -91,9 +91,11 @@ def original_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return renamed
 
 
-def load_ours(folder: Path, dtype: torch.dtype = torch.float32) -> WanTransformer:
+def load_ours(
+    folder: Path, dtype: torch.dtype = torch.float32, config: TransformerConfig = SMALL
+) -> WanTransformer:
     with torch.device("meta"):
-        model = WanTransformer(SMALL)
+        model = WanTransformer(config)
     load_weights(
         model,
         folder,

@@ -6,13 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import (
-    DPMSolverMultistepScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    WanPipeline,
     WanTransformer3DModel,
 )
 
@@ -24,12 +20,12 @@ from services.dit.experts import Experts
 from services.dit.flexcache import NoCache
 from services.dit.guidance import Execution
 from services.dit.models.wan.transformer import ConditionEmbedder, CrossAttention, WanTransformer
-from services.dit.parallel import OneRank
+from services.dit.parallel import Alone
 from services.dit.solvers import SOLVERS
 from tests.dit.conftest import CPU, load_ours, make_embeds, make_params
-from tests.published import PublishedUniPC
+from tests.dit.reference import published_latents
 
-HOW = Execution(Sdpa(), OneRank(), NoCache())
+HOW = Execution(Sdpa(), Alone(), NoCache())
 TWO = {"guidance_scale": 3.0, "guidance_scale_high": 5.0, "boundary_ratio": 0.875}
 
 
@@ -65,47 +61,6 @@ def denoise(denoiser: Denoiser, params: DenoiseParams, prompts: Prompts) -> torc
     return advance(denoiser, state, params.num_inference_steps, prompts).latents
 
 
-def pipeline(
-    params: DenoiseParams, experts: list[WanTransformer3DModel], scheduler: Any
-) -> WanPipeline:
-    two = params.boundary_ratio is not None
-    return WanPipeline(
-        tokenizer=None,
-        text_encoder=None,
-        vae=None,
-        scheduler=scheduler,
-        transformer=experts[0],
-        transformer_2=experts[1] if two else None,
-        boundary_ratio=params.boundary_ratio,
-    )
-
-
-def reference_scheduler(params: DenoiseParams) -> Any:
-    flow = {
-        "prediction_type": "flow_prediction",
-        "use_flow_sigmas": True,
-        "flow_shift": params.flow_shift,
-    }
-    if params.solver == "unipc":
-        return PublishedUniPC(solver_order=2, **flow)
-    levels = np.linspace(1.0, 0.0, params.num_inference_steps + 1)[:-1]
-    shifted = params.flow_shift * levels / (1 + (params.flow_shift - 1) * levels)
-
-    class Dpm(DPMSolverMultistepScheduler):  # type: ignore[misc]
-        def set_timesteps(self, num_inference_steps: int, **_: Any) -> None:
-            super().set_timesteps(num_inference_steps)
-            self.sigmas = torch.tensor([*shifted, 0.0], dtype=torch.float32)
-            self.timesteps = torch.from_numpy((1000 * shifted).astype(np.int64))
-
-    class Euler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
-        def set_timesteps(self, num_inference_steps: int, **_: Any) -> None:
-            super().set_timesteps(sigmas=levels)
-
-    if params.solver == "dpm++":
-        return Dpm(solver_order=2, algorithm_type="dpmsolver++", **flow)
-    return Euler(shift=params.flow_shift)
-
-
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("changes", [{}, TWO, {"guidance_scale": 1.0}], ids=["one", "two", "plain"])
 def test_latents_equal_the_pipeline(
@@ -117,20 +72,7 @@ def test_latents_equal_the_pipeline(
 ) -> None:
     params = make_params(solver=solver, **changes)
     ours = denoise(denoiser, params, prompts)
-    pipe = pipeline(params, experts, reference_scheduler(params))
-    pipe.set_progress_bar_config(disable=True)
-    theirs = pipe(
-        prompt_embeds=prompts.positive,
-        negative_prompt_embeds=prompts.negative,
-        num_frames=params.num_frames,
-        height=params.height,
-        width=params.width,
-        num_inference_steps=params.num_inference_steps,
-        guidance_scale=params.guidance_scale_high or params.guidance_scale,
-        guidance_scale_2=params.guidance_scale if params.boundary_ratio else None,
-        generator=torch.Generator().manual_seed(params.seed),
-        output_type="latent",
-    ).frames
+    theirs = published_latents(params, experts, prompts)
     assert ours.shape == theirs.shape == (1, 16, 2, 4, 6)
     assert (ours - theirs).norm() / theirs.norm() < 1e-4
     assert ours.dtype is torch.float32

@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from chitu_diffusion import parallel
 from chitu_diffusion.backend import DiffusionBackend
 from chitu_diffusion.errors import ConfigError
+from services.dit.parallel import Layout
 from services.dit.parallel.groups import build_groups
 
 CFG_SIZE, CP_SIZE = 2, 2
@@ -38,7 +39,7 @@ def gathered(group: Any) -> list[int]:
 def work(rank: int, folder: Path) -> None:
     """A rank: joins, and writes down what it sees."""
     connect(rank, WORLD, folder)
-    parallel.join(build_groups(CFG_SIZE, CP_SIZE))
+    parallel.join(build_groups(Layout(CFG_SIZE, CP_SIZE)))
     seen = {
         "cp_rank": DiffusionBackend.get_cp_rank(),
         "cfg_rank": DiffusionBackend.get_cfg_rank(),
@@ -72,7 +73,10 @@ def test_four_processes(tmp_path: Path) -> None:
 def test_world_of_another_size(tmp_path: Path) -> None:
     connect(0, 1, tmp_path)
     try:
-        with pytest.raises(ConfigError, match=r"cfg_size=2 .*=3: needs 6 ranks, there are 1"):
-            build_groups(2, 3)
+        with pytest.raises(
+            ConfigError,
+            match=r"cfg 2 x ulysses 3 x ring 1: needs a multiple of 6 ranks, there are 1",
+        ):
+            build_groups(Layout(2, 3))
     finally:
         dist.destroy_process_group()

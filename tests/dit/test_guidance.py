@@ -10,9 +10,9 @@ from services.dit.attention.sdpa import Sdpa
 from services.dit.flexcache import NoCache
 from services.dit.guidance import Execution, guided_velocity
 from services.dit.models.wan.transformer import Constants
-from services.dit.parallel import OneRank
+from services.dit.parallel import Alone
 
-HOW = Execution(Sdpa(), OneRank(), NoCache())
+HOW = Execution(Sdpa(), Alone(), NoCache())
 
 
 class Model:

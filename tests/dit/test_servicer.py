@@ -35,7 +35,7 @@ from services.dit.attention.sdpa import Sdpa
 from services.dit.denoiser import Denoiser, Prompts, make_plan
 from services.dit.flexcache import NoCache
 from services.dit.guidance import Execution, guided_velocity
-from services.dit.parallel import OneRank
+from services.dit.parallel import Alone
 from services.dit.rank import Rank
 from tests.common.moving import check_moving
 from tests.dit.conftest import CPU, make_embeds, make_params, serve
@@ -162,7 +162,7 @@ def expected_latents(config: Config, **changes: Any) -> torch.Tensor:
     denoiser, plan = Denoiser(rank.experts, CPU), make_plan(make_params(**changes))
     state = denoiser.from_noise(plan)
     prompts = Prompts(make_embeds(1, 9), make_embeds(2, 4))
-    how = Execution(Sdpa(), OneRank(), NoCache())
+    how = Execution(Sdpa(), Alone(), NoCache())
     assert len(list(denoiser.run(state, len(plan.steps), prompts, how, lambda: False))) == 6
     return state.latents
 

@@ -15,10 +15,10 @@ from services.dit.attention.sdpa import Sdpa
 from services.dit.flexcache import NoCache
 from services.dit.models.wan.ops import gelu_tanh
 from services.dit.models.wan.transformer import WanTransformer, sinusoid
-from services.dit.parallel import OneRank
+from services.dit.parallel import Alone
 from tests.dit.conftest import load_ours, make_embeds
 
-HOW = {"attention": Sdpa(), "parallel": OneRank(), "cache": NoCache()}
+HOW = {"attention": Sdpa(), "parallel": Alone(), "cache": NoCache()}
 TIMESTEPS = [999.0, 937.0, 833.0, 625.0]
 
 
@@ -165,7 +165,7 @@ def test_kernel_layout_and_reuse_are_arguments(model: WanTransformer) -> None:
     how = {"attention": recorder, "parallel": recorder, "cache": recorder}
     assert torch.equal(model(latents, 2, constants, **how), model(latents, 2, constants, **HOW))
     assert recorder.attended == [(1, 12, 4, 12)] * 2, "self-attention of each block, (B, S, H, D)"
-    assert sorted(recorder.sharded) == [(1, 12, 48), (12, 1, 6)], "hidden states and rotations"
+    assert sorted(recorder.sharded) == [(1, 12, 64), (12, 1, 6)], "patches and rotations"
     assert recorder.gathered == [(1, 12, 64)], "after the head, not at full width"
     assert recorder.steps == [2]
     recorder.skip = True

@@ -15,7 +15,7 @@ from chitu_diffusion.errors import CheckpointError, CheckpointNotFoundError
 from services.dit.attention.sdpa import Sdpa
 from services.dit.flexcache import NoCache
 from services.dit.models.wan.weights import diffusers_name, expert_folders, weight_dtype
-from services.dit.parallel import OneRank
+from services.dit.parallel import Alone
 from tests.dit.conftest import SMALL, load_ours, make_embeds, make_reference, original_names
 
 
@@ -170,5 +170,5 @@ def test_diffusers_reads_the_original_names_alike(
         expected = theirs(latents, torch.tensor([500.0]), text, return_dict=False)[0]
     ours = load_ours(tmp_path)
     constants = ours.prepare(text, (2, 4, 6), [500.0])
-    velocity = ours(latents, 0, constants, attention=Sdpa(), parallel=OneRank(), cache=NoCache())
+    velocity = ours(latents, 0, constants, attention=Sdpa(), parallel=Alone(), cache=NoCache())
     torch.testing.assert_close(velocity, expected, rtol=1e-5, atol=1e-5)

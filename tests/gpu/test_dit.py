@@ -14,7 +14,7 @@ from services.dit.flexcache import NoCache
 from services.dit.jobs import Slice, Source
 from services.dit.models.wan.transformer import WanTransformer
 from services.dit.models.wan.weights import weight_dtype
-from services.dit.parallel import OneRank
+from services.dit.parallel import Alone
 from services.dit.pool import LocalPool
 
 pytestmark = [
@@ -52,7 +52,7 @@ def forward(model, device, dtype, attn_type):
             1,
             constants,
             attention=select(attn_type, device, dtype, head_dim, "attn_type"),
-            parallel=OneRank(),
+            parallel=Alone(),
             cache=NoCache(),
         )
     return velocity.float().cpu()

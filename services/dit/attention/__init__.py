@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
-from chitu_diffusion.errors import ConfigError
+from chitu_diffusion.errors import ConfigError, PreconditionError
 from services.dit.attention import flash_attn, sdpa
 
 NOT_BUILT = ("sage", "sparge")
@@ -24,6 +24,30 @@ class Attention(Protocol):
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attend: q, k, v and the result are (B, S, H, D) in the compute dtype."""
+
+
+@runtime_checkable
+class AttentionWithLse(Attention, Protocol):
+    """A kernel whose results over parts of the keys can be merged, as ring attention does."""
+
+    def with_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend, and return also log(sum(exp(q k^T / sqrt(D)))), (B, S, H) float32."""
+
+
+def needs_lse(attention: Attention) -> AttentionWithLse:
+    """See a kernel as one that ring attention can use.
+
+    Raises:
+        PreconditionError: it is none.
+    """
+    if not isinstance(attention, AttentionWithLse):
+        raise PreconditionError(
+            f"attention back end {attention.name!r} does not tell its log-sum-exp: "
+            "it cannot run with ring_degree > 1"
+        )
+    return attention
 
 
 def select(

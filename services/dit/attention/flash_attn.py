@@ -38,3 +38,10 @@ class FlashAttention:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attend: q, k, v (B, S, H, D), float16 or bfloat16."""
         return cast(torch.Tensor, self._kernel(q, k, v))
+
+    def with_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend, and return also the log-sum-exp (B, S, H) float32."""
+        attended, lse, _ = self._kernel(q, k, v, return_attn_probs=True)
+        return attended, lse.transpose(1, 2)

@@ -281,7 +281,7 @@ class WanTransformer(Transformer):
                 hidden = block(hidden, modulation, cross, rope, dtype, attention, parallel)
             return hidden
 
-        hidden = parallel.shard(self._embed(latents.to(dtype)).float(), 1)
+        hidden = self._embed(parallel.shard(self._patchify(latents.to(dtype)), 1)).float()
         hidden = cache.run(step_index, hidden, run_blocks)
         shift, scale = constants.head_modulation[step_index]
         patches = self.proj_out(_modulate(hidden, shift, scale, self.config.eps).to(dtype))
@@ -290,12 +290,15 @@ class WanTransformer(Transformer):
     def _typed_blocks(self) -> Iterable[Block]:
         return cast(Iterable[Block], self.blocks)
 
-    def _embed(self, latents: torch.Tensor) -> torch.Tensor:
-        """Cut (B, C, F, H, W) into patches and project each: (B, S, dim)."""
+    def _patchify(self, latents: torch.Tensor) -> torch.Tensor:
+        """Cut (B, C, F, H, W) into patches (B, S, C * f * h * w)."""
         (b, c, *size), (f, h, w) = latents.shape, self.patch_size
         patches = latents.reshape(b, c, size[0] // f, f, size[1] // h, h, size[2] // w, w)
-        rows = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(b, -1, c * f * h * w)
-        return F.linear(rows, self.patch_embedding.weight.flatten(1), self.patch_embedding.bias)
+        return patches.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(b, -1, c * f * h * w)
+
+    def _embed(self, patches: torch.Tensor) -> torch.Tensor:
+        """Project patches (B, S, C * f * h * w) to tokens (B, S, dim)."""
+        return F.linear(patches, self.patch_embedding.weight.flatten(1), self.patch_embedding.bias)
 
     def _unpatchify(self, patches: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
         """Lay patches (B, S, f * h * w * C) out as (B, C, F, H, W)."""
