@@ -45,6 +45,11 @@ class DitServiceStub:
                 request_serializer=chitu__diffusion_dot_v1_dot_dit__pb2.DenoiseRequest.SerializeToString,
                 response_deserializer=chitu__diffusion_dot_v1_dot_dit__pb2.DenoiseResponse.FromString,
                 _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/chitu_diffusion.v1.DitService/Release',
+                request_serializer=chitu__diffusion_dot_v1_dot_dit__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=chitu__diffusion_dot_v1_dot_dit__pb2.ReleaseResponse.FromString,
+                _registered_method=True)
         self.Forward = channel.stream_stream(
                 '/chitu_diffusion.v1.DitService/Forward',
                 request_serializer=chitu__diffusion_dot_v1_dot_dit__pb2.ForwardRequest.SerializeToString,
@@ -114,6 +119,18 @@ class DitServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Release(self, request, context):
+        """Frees the state that slices of a task have left here with keep_state. For a task that will not go
+        on: a slice that ends it frees its state by itself.
+
+        Errors:
+        INVALID_ARGUMENT     task_id is empty. Retry: no.
+        Idempotent: no effect when there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Forward(self, request_iterator, context):
         """Runs one transformer once, without solver, guidance or cache: for tools that look at the model.
 
@@ -160,6 +177,11 @@ def add_DitServiceServicer_to_server(servicer, server):
                     servicer.Denoise,
                     request_deserializer=chitu__diffusion_dot_v1_dot_dit__pb2.DenoiseRequest.FromString,
                     response_serializer=chitu__diffusion_dot_v1_dot_dit__pb2.DenoiseResponse.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=chitu__diffusion_dot_v1_dot_dit__pb2.ReleaseRequest.FromString,
+                    response_serializer=chitu__diffusion_dot_v1_dot_dit__pb2.ReleaseResponse.SerializeToString,
             ),
             'Forward': grpc.stream_stream_rpc_method_handler(
                     servicer.Forward,
@@ -227,6 +249,33 @@ class DitService:
             '/chitu_diffusion.v1.DitService/Denoise',
             chitu__diffusion_dot_v1_dot_dit__pb2.DenoiseRequest.SerializeToString,
             chitu__diffusion_dot_v1_dot_dit__pb2.DenoiseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/chitu_diffusion.v1.DitService/Release',
+            chitu__diffusion_dot_v1_dot_dit__pb2.ReleaseRequest.SerializeToString,
+            chitu__diffusion_dot_v1_dot_dit__pb2.ReleaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

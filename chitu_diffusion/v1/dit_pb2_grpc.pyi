@@ -78,6 +78,14 @@ class DitServiceStub:
       INTERNAL             a rank raised an error, or the result is not finite. Retry: no.
     Not idempotent on the state the pool holds; safe to repeat from noise or from a checkpoint.
     """
+    Release: _grpc.UnaryUnaryMultiCallable[_dit_pb2.ReleaseRequest, _dit_pb2.ReleaseResponse]
+    """Frees the state that slices of a task have left here with keep_state. For a task that will not go
+    on: a slice that ends it frees its state by itself.
+
+    Errors:
+      INVALID_ARGUMENT     task_id is empty. Retry: no.
+    Idempotent: no effect when there is none.
+    """
     Forward: _grpc.StreamStreamMultiCallable[_dit_pb2.ForwardRequest, _dit_pb2.ForwardResponse]
     """Runs one transformer once, without solver, guidance or cache: for tools that look at the model.
 
@@ -154,6 +162,14 @@ class DitServiceAsyncStub(DitServiceStub):
       RESOURCE_EXHAUSTED   out of memory; all memory of the slice was freed. Retry: only smaller.
       INTERNAL             a rank raised an error, or the result is not finite. Retry: no.
     Not idempotent on the state the pool holds; safe to repeat from noise or from a checkpoint.
+    """
+    Release: _aio.UnaryUnaryMultiCallable[_dit_pb2.ReleaseRequest, _dit_pb2.ReleaseResponse]  # type: ignore[assignment]
+    """Frees the state that slices of a task have left here with keep_state. For a task that will not go
+    on: a slice that ends it frees its state by itself.
+
+    Errors:
+      INVALID_ARGUMENT     task_id is empty. Retry: no.
+    Idempotent: no effect when there is none.
     """
     Forward: _aio.StreamStreamMultiCallable[_dit_pb2.ForwardRequest, _dit_pb2.ForwardResponse]  # type: ignore[assignment]
     """Runs one transformer once, without solver, guidance or cache: for tools that look at the model.
@@ -240,6 +256,20 @@ class DitServiceServicer(metaclass=_abc_1.ABCMeta):
           RESOURCE_EXHAUSTED   out of memory; all memory of the slice was freed. Retry: only smaller.
           INTERNAL             a rank raised an error, or the result is not finite. Retry: no.
         Not idempotent on the state the pool holds; safe to repeat from noise or from a checkpoint.
+        """
+
+    @_abc_1.abstractmethod
+    def Release(
+        self,
+        request: _dit_pb2.ReleaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_dit_pb2.ReleaseResponse, _abc.Awaitable[_dit_pb2.ReleaseResponse]]:
+        """Frees the state that slices of a task have left here with keep_state. For a task that will not go
+        on: a slice that ends it frees its state by itself.
+
+        Errors:
+          INVALID_ARGUMENT     task_id is empty. Retry: no.
+        Idempotent: no effect when there is none.
         """
 
     @_abc_1.abstractmethod

@@ -66,6 +66,10 @@ class Plan:
         """Transformer forwards, both guidance branches counted."""
         return sum(1 + uses_negative(step.guidance) for step in self.steps if not step.reused)
 
+    def is_guided(self, first_step: int, end_step: int) -> bool:
+        """Say whether a step of [first_step, end_step) has a negative branch."""
+        return any(uses_negative(step.guidance) for step in self.steps[first_step:end_step])
+
 
 def make_plan(params: DenoiseParams) -> Plan:
     """Lay out the steps. High noise is where timestep >= boundary_ratio x 1000."""
@@ -104,6 +108,13 @@ class Checkpoint:
     latents: torch.Tensor
     """(1, C, F, H, W) float32."""
     solver: SolverState
+    copied: torch.cuda.Event | None = None
+    """When the tensors hold their values; None = now."""
+
+    def wait(self) -> None:
+        """Wait until the tensors hold their values."""
+        if self.copied is not None:
+            self.copied.synchronize()
 
 
 @dataclass
@@ -116,6 +127,8 @@ class TaskState:
     solver: Solver
     constants: dict[tuple[int, tuple[int, ...]], Constants] = field(default_factory=dict)
     """Of the expert in use and the branches computed here; made when they are first used."""
+    version: int = 0
+    """Number of the slice that left it: of two states of a task the higher one counts."""
 
     @property
     def step(self) -> int:
@@ -123,11 +136,26 @@ class TaskState:
         return self.solver.step_index
 
     def checkpoint(self) -> Checkpoint:
-        """Copy the state to the CPU. Steps make new tensors, so later ones don't change it."""
+        """Begin to copy the state to the CPU; `Checkpoint.wait` ends it.
+
+        Steps make new tensors, so later ones don't change it, and need not wait for it.
+        """
         state = self.solver.state()
-        tensors = {name: tensor.cpu() for name, tensor in state.tensors.items()}
+        tensors = {name: _to_host(tensor) for name, tensor in state.tensors.items()}
         solver = SolverState(state.solver, state.step, state.order, tensors)
-        return Checkpoint(self.step, self.latents.cpu(), solver)
+        latents, copied = _to_host(self.latents), None
+        if self.latents.is_cuda:
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        return Checkpoint(self.step, latents, solver, copied)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy to pinned memory without waiting; a tensor on the CPU is returned as it is."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True)

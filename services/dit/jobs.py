@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from chitu_diffusion.v1 import component_pb2
+from chitu_diffusion.v1 import component_pb2, dit_pb2
 from services.dit.denoiser import Checkpoint, Plan, StepDone
 
 
@@ -20,20 +21,32 @@ class Source(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Order:
+    """A slice as a caller asked for it, checked."""
+
+    start: dit_pb2.DenoiseStart
+    plan: Plan
+    """Of the whole task."""
+    tensors: Mapping[str, torch.Tensor]
+    """Named as in dit.proto."""
+
+
+@dataclass(frozen=True)
 class Slice:
-    """Steps [first_step, end_step) of one task, and what to give back."""
+    """Steps [first_step, end_step) of one task, and what to give back, as a rank sees it."""
 
     task_id: str
-    attempt: int
     plan: Plan
     first_step: int
     end_step: int
     source: Source
-    prompt_embeds: torch.Tensor
-    """(length, text_dim), any float type: true rows only."""
+    prompt_embeds: torch.Tensor | None
+    """(length, text_dim), any float type: true rows only. None on ranks other than the leader."""
     negative_prompt_embeds: torch.Tensor | None = None
     checkpoint: Checkpoint | None = None
-    """Set when source is CHECKPOINT."""
+    """Set when source is CHECKPOINT, on the leader."""
+    number: int = 0
+    """Of the slice in its pool."""
     attn_type: str = ""
     """Empty = the rank's own."""
     keep_state: bool = False

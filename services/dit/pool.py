@@ -1,39 +1,31 @@
-"""The front of the DiT pool: takes slices, gives back streams of events.
+"""A pool takes slices and gives back streams of responses.
 
 `Pool` is what the servicer needs; `LocalPool` is a pool of one rank in this process, whose model
-runs on a thread of its own, so the event loop always answers.
+runs on a thread of its own, so the event loop always answers. `front.py` has the pool of many.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import socket
 import time
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from chitu_diffusion.config.schema import Config
-from chitu_diffusion.errors import (
-    AbortedError,
-    CancelledTaskError,
-    ChituError,
-    ComponentError,
-    ConfigError,
-    UnavailableError,
-)
+from chitu_diffusion.errors import CancelledTaskError, ChituError, ComponentError
 from chitu_diffusion.v1 import component_pb2, dit_pb2
 from services.common.memory import process_memory
-from services.common.placement import dtype_name
+from services.dit.denoiser import Checkpoint
 from services.dit.experts import component_names
-from services.dit.jobs import Forward, ForwardDone, Slice
+from services.dit.intake import FAILED, LOADING, READY, Intake
+from services.dit.jobs import Forward, ForwardDone, Order
+from services.dit.parallel import ALONE
 from services.dit.rank import Rank
+from services.dit.replies import layout_message, replies
+from services.dit.request import make_slice, parse_group
 from services.dit.stream import SliceStream
-
-_MAX_KNOWN_TASKS = 10_000
-ONE_RANK = dit_pb2.Layout(cfg_size=1, ulysses_degree=1, ring_degree=1)
 
 
 class Pool(Protocol):
@@ -48,11 +40,15 @@ class Pool(Protocol):
     def check_attention(self, attn_type: str, field: str) -> None:
         """Raise `ConfigError`, naming the request's field, unless the ranks can run this kernel."""
 
-    def submit(self, job: Slice) -> SliceStream:
-        """Queue a slice. Slices of one rank run one at a time, first come, first served.
+    def check_group(self, start: dit_pb2.DenoiseStart) -> None:
+        """Raise `PreconditionError` unless there are such ranks as the slice names."""
+
+    def submit(self, order: Order) -> SliceStream:
+        """Queue a slice. A rank runs one at a time, first come, first served.
 
         Raises:
             AbortedError: a newer attempt of the task is known.
+            PreconditionError: as `check_group`.
             UnavailableError: the pool is loading or shutting down.
         """
 
@@ -62,6 +58,9 @@ class Pool(Protocol):
         Raises:
             UnavailableError: the pool is loading or shutting down.
         """
+
+    def release(self, task_id: str) -> None:
+        """Free the state that a task has left, in turn with the slices."""
 
     async def move(self, name: str, target: str) -> component_pb2.Component:
         """Give a transformer another home, "cpu" or "device", in turn with the slices.
@@ -94,22 +93,13 @@ class LocalPool:
         """Resolve the placement.
 
         Raises:
-            ConfigError: the device, type or attention kernel cannot be had, or more than one rank
-                is asked for.
+            ConfigError: the device, type or attention kernel cannot be had.
         """
-        for degree in dataclasses.fields(config.distributed):
-            if getattr(config.distributed, degree.name) != 1:
-                raise ConfigError(
-                    f"distributed.{degree.name}={getattr(config.distributed, degree.name)}: "
-                    "must be 1, this pool has one rank"
-                )
         self.rank = Rank(config)
-        self._config = config
+        self._model = config.models
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dit-rank")
-        self._state = component_pb2.COMPONENT_STATE_LOADING
-        self._failure = ""
-        self._attempts: OrderedDict[str, int] = OrderedDict()
-        self._active: set[SliceStream] = set()
+        self._intake = Intake()
+        self._number = 0
 
     async def load(self) -> None:
         """Read the weights on the rank's thread."""
@@ -117,57 +107,46 @@ class LocalPool:
         try:
             await loop.run_in_executor(self._thread, self.rank.load)
         except ChituError as error:
-            self._state, self._failure = component_pb2.COMPONENT_STATE_FAILED, str(error)
+            self._intake.state, self._intake.detail = FAILED, str(error)
             raise
-        if self._state == component_pb2.COMPONENT_STATE_LOADING:  # else drained meanwhile
-            self._state = component_pb2.COMPONENT_STATE_READY
+        if self._intake.state == LOADING:  # else drained meanwhile
+            self._intake.state = READY
 
     def check(self) -> None:
         """Raise `UnavailableError` unless slices are taken."""
-        if self._state == component_pb2.COMPONENT_STATE_LOADING:
-            raise UnavailableError("weights are loading")
-        if self._state == component_pb2.COMPONENT_STATE_DRAINING:
-            raise UnavailableError("the pool is shutting down")
-        if self._state == component_pb2.COMPONENT_STATE_FAILED:
-            raise UnavailableError(f"weights could not be loaded: {self._failure}")
+        self._intake.check()
 
     def check_attention(self, attn_type: str, field: str) -> None:
         """Raise `ConfigError` unless the rank can run this kernel."""
         self.rank.select_attention(attn_type, field)
 
-    def submit(self, job: Slice) -> SliceStream:
+    def check_group(self, start: dit_pb2.DenoiseStart) -> None:
+        """Raise `PreconditionError` for any rank but the one."""
+        parse_group(start, 1, self._model.transformer.num_heads)
+
+    def submit(self, order: Order) -> SliceStream:
         """Queue a slice behind the others."""
-        self.check()
-        self._take_attempt(job)
-        stream = SliceStream(job)
-        self._active.add(stream)
-        future = self._thread.submit(self._work, stream)
+        self.check_group(order.start)
+        stream = self._intake.open(order.start.task_id, order.start.attempt)
+        self._number += 1
+        future = self._thread.submit(self._work, order, self._number, stream)
         loop = asyncio.get_running_loop()
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._active.discard, stream))
+        ended = self._intake.active.discard
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(ended, stream))
         return stream
 
-    def _take_attempt(self, job: Slice) -> None:
-        """Refuse an older attempt; end the slices that a newer one replaces."""
-        newest = self._attempts.get(job.task_id, job.attempt)
-        if job.attempt < newest:
-            raise AbortedError(f"task {job.task_id!r}: attempt {job.attempt} is behind {newest}")
-        self._attempts[job.task_id] = job.attempt
-        self._attempts.move_to_end(job.task_id)
-        if len(self._attempts) > _MAX_KNOWN_TASKS:
-            self._attempts.popitem(last=False)
-        for stream in self._active:
-            if stream.job.task_id == job.task_id and stream.job.attempt < job.attempt:
-                stream.cancel(AbortedError(f"attempt {job.attempt} has taken over"))
-
-    def _work(self, stream: SliceStream) -> None:
+    def _work(self, order: Order, number: int, stream: SliceStream) -> None:
         """Run a slice; on the rank's thread."""
         stream.started = time.perf_counter()
         error: ChituError | None = None
         try:
             if stream.cancelled:
                 raise CancelledTaskError("cancelled before its turn")
-            for event in self.rank.run(stream.job, lambda: stream.cancelled):
-                stream.put(event)
+            for event in self.rank.run(make_slice(order, number), lambda: stream.cancelled):
+                stream.put(
+                    replies(event, order.plan, ALONE.layout),
+                    replaceable=isinstance(event, Checkpoint),
+                )
         except ChituError as raised:
             error = raised
         except BaseException as raised:
@@ -190,13 +169,17 @@ class LocalPool:
         done.report.waited_seconds = started[0] - asked
         return done
 
+    def release(self, task_id: str) -> None:
+        """Free the state, on the rank's thread."""
+        self._thread.submit(self.rank.release, task_id)
+
     async def move(self, name: str, target: str) -> component_pb2.Component:
         """Give a transformer another home, on the rank's thread."""
         self.check()
-        position = component_names(self._config.models).index(name)
+        position = component_names(self._model).index(name)
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self.rank.experts.settle, position, target)
-        return self._component(position, name)
+        return self.components()[position]
 
     def describe(self) -> dit_pb2.GetPoolResponse:
         """Tell the one rank."""
@@ -204,29 +187,12 @@ class LocalPool:
             host=socket.gethostname(), pid=os.getpid(), device=str(self.rank.device)
         )
         return dit_pb2.GetPoolResponse(
-            layout=ONE_RANK, ranks=[rank], attn_type=self.rank.attention.name
+            layout=layout_message(ALONE.layout), ranks=[rank], attn_type=self.rank.attention.name
         )
 
     def components(self) -> list[component_pb2.Component]:
         """Describe the transformers; counts are 0 until their weights are here."""
-        names = component_names(self._config.models)
-        return [self._component(position, name) for position, name in enumerate(names)]
-
-    def _component(self, position: int, name: str) -> component_pb2.Component:
-        experts = self.rank.experts
-        loaded = position < len(experts)
-        parameters = list(experts[position].parameters()) if loaded else []
-        return component_pb2.Component(
-            name=name,
-            model=self._config.models.name,
-            state=self._state,
-            device=str(experts.where[position] if loaded else self.rank.home),
-            dtype=dtype_name(self.rank.dtype),
-            parameter_count=sum(parameter.numel() for parameter in parameters),
-            weight_bytes=sum(parameter.nbytes for parameter in parameters),
-            attn_type=self.rank.attention.name,
-            detail=self._failure,
-        )
+        return self.rank.components(self._intake.state, self._intake.detail)
 
     def memory(self) -> list[component_pb2.ProcessMemory]:
         """Count this process's memory."""
@@ -234,14 +200,12 @@ class LocalPool:
 
     def drain(self) -> None:
         """Take no more slices."""
-        if self._state != component_pb2.COMPONENT_STATE_FAILED:
-            self._state = component_pb2.COMPONENT_STATE_DRAINING
+        self._intake.drain()
 
     async def close(self) -> None:
         """End what runs at its next step boundary and free everything."""
         self.drain()
-        for stream in self._active:
-            stream.cancel(UnavailableError("the pool is shutting down"))
+        self._intake.cancel_all()
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, self.rank.release)
+        await loop.run_in_executor(self._thread, self.rank.close)
         await asyncio.to_thread(self._thread.shutdown)

@@ -5,11 +5,14 @@ A rank knows nothing of gRPC or asyncio: a slice goes in, events come out.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
+import math
 import time
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -22,17 +25,24 @@ from chitu_diffusion.errors import (
     NotFoundError,
     OutOfMemoryError,
 )
+from chitu_diffusion.v1 import component_pb2
 from services.common.checkpoint import load_weights
 from services.common.memory import stage_report
-from services.common.placement import is_out_of_memory, resolve_device, resolve_dtype
+from services.common.placement import (
+    dtype_name,
+    is_out_of_memory,
+    resolve_device,
+    resolve_dtype,
+)
 from services.dit.attention import Attention, select
-from services.dit.denoiser import Denoiser, Prompts, TaskState
-from services.dit.experts import Experts
+from services.dit.denoiser import Checkpoint, Denoiser, Plan, Prompts, TaskState
+from services.dit.experts import Experts, component_names
 from services.dit.flexcache import NoCache
 from services.dit.guidance import Execution, guided_velocity
 from services.dit.jobs import Event, Forward, ForwardDone, Slice, SliceDone, Source
 from services.dit.models import Transformer, get_family
-from services.dit.parallel import Alone
+from services.dit.parallel import ALONE, Group
+from services.dit.solvers import SolverState, remembered
 
 log = logging.getLogger(__name__)
 
@@ -126,17 +136,23 @@ class Rank:
         """Tasks whose state is kept here, the least recently used first."""
         return list(self._held)
 
-    def run(self, job: Slice, cancelled: Callable[[], bool]) -> Iterator[Event]:
-        """Run a slice; its last event is `SliceDone`.
+    def run(
+        self, job: Slice, cancelled: Callable[[], bool], group: Group = ALONE
+    ) -> Iterator[Event]:
+        """Run a slice with the other ranks of its group; the last event is `SliceDone`.
+
+        Events of the leader hold what was asked for; those of other ranks only tell that they are
+        there.
 
         Raises:
-            NotFoundError: source is HELD and there is no state of the task at first_step.
-            CancelledTaskError: `cancelled` was true before a step.
+            NotFoundError: source is HELD and no rank of the group has the task at first_step.
+            CancelledTaskError: `cancelled` was true on some rank before a step.
             OutOfMemoryError: what the slice had taken is freed.
-            ComponentError: any other error of the model, or latents that are not finite.
+            ComponentError: any other error of the model, latents that are not finite, or ranks that
+                do not run the same slice.
         """
         try:
-            yield from self._run(job, cancelled)
+            yield from self._run(job, cancelled, group)
         except Exception as error:
             failure = _named(error)
         else:
@@ -169,7 +185,7 @@ class Rank:
         latents = job.hidden_states.to(self.device)
         grid = (latents.shape[2], latents.shape[3], latents.shape[4])
         constants = model.prepare(self._pad(job.prompt_embeds), grid, [job.timestep])
-        how = Execution(self._attention(job.attn_type), Alone(), NoCache())
+        how = Execution(self._attention(job.attn_type), ALONE, NoCache())
         velocity = guided_velocity(model, latents, 0, constants, 1.0, how).cpu()
         if not bool(torch.isfinite(velocity).all()):
             raise ComponentError("the velocity is not finite")
@@ -180,57 +196,128 @@ class Rank:
         """The kernel that a request names, or the rank's own."""
         return self.select_attention(attn_type, "attn_type") if attn_type else self.attention
 
-    def _run(self, job: Slice, cancelled: Callable[[], bool]) -> Iterator[Event]:
+    def _run(self, job: Slice, cancelled: Callable[[], bool], group: Group) -> Iterator[Event]:
         started = time.perf_counter()
         # Taken out for the time of the run: an error leaves nothing of the task here.
         held = self._held.pop(job.task_id, None)
-        denoiser = Denoiser(self.experts, self.device)
-        state = self._open(job, held, denoiser)
-        del held
         attention = self._attention(job.attn_type)
-        how = Execution(attention, Alone(), NoCache())
-        yield from self._steps(job, denoiser, state, how, cancelled)
+        state = self._open(job, held, attention.name, group)
+        del held
+        parallel = group.parallel(self._num_tokens(job.plan))
+        how = Execution(attention, parallel, NoCache())
+        yield from self._steps(job, state, how, cancelled, group)
         if job.keep_state and state.step < len(job.plan.steps):
+            state.version = job.number
             self._hold(job.task_id, state)
+        leads = group.position == 0
         yield SliceDone(
             next_step=state.step,
             attn_type=attention.name,
             report=stage_report(self.device, self.dtype, time.perf_counter() - started, 0.0),
-            latents=state.latents.cpu() if job.return_latents else None,
-            checkpoint=state.checkpoint() if job.return_checkpoint else None,
+            latents=state.latents.cpu() if leads and job.return_latents else None,
+            checkpoint=state.checkpoint() if leads and job.return_checkpoint else None,
         )
 
-    def _open(self, job: Slice, held: TaskState | None, denoiser: Denoiser) -> TaskState:
+    def _num_tokens(self, plan: Plan) -> int:
+        patch = self._model.transformer.patch_size
+        return math.prod(size // unit for size, unit in zip(plan.params.grid, patch, strict=True))
+
+    def _open(self, job: Slice, held: TaskState | None, attn_type: str, group: Group) -> TaskState:
+        """The state to start from: made here, held here, or another rank's."""
+        denoiser = Denoiser(self.experts, self.device)
+        state: TaskState | None = None
         if job.source is Source.NOISE:
-            return denoiser.from_noise(job.plan)
-        if job.checkpoint is not None:
-            return denoiser.from_checkpoint(job.plan, job.checkpoint)
-        if held is None or held.step != job.first_step or held.plan != job.plan:
+            state = denoiser.from_noise(job.plan)
+        elif job.checkpoint is not None:
+            state = denoiser.from_checkpoint(job.plan, job.checkpoint)
+        elif job.source is Source.HELD and _fits(held, job):
+            state = held
+        age, order = (-1, 0) if state is None else (state.version, state.solver.state().order)
+        told = group.tell([self._digest(job, attn_type), age, order])
+        _same("slice", job, [digest for digest, _, _ in told])
+        ages = [age for _, age, _ in told]
+        newest = max(ages)
+        if newest < 0:
             where = "nowhere" if held is None else f"at step {held.step}"
             raise NotFoundError(
                 f"task {job.task_id!r} has no state at step {job.first_step} here: it is {where}"
             )
-        return held
+        if min(ages) < newest:
+            source = ages.index(newest)
+            if state is None or age < newest:
+                state = denoiser.from_checkpoint(job.plan, self._blank(job, told[source][2]))
+            for tensor in (state.latents, *state.solver.state().tensors.values()):
+                group.share(tensor, source)
+        assert state is not None
+        return state
+
+    def _blank(self, job: Slice, order: int) -> Checkpoint:
+        """Room for what another rank holds."""
+        params = job.plan.params
+        shape = (1, self._model.transformer.in_channels, *params.grid)
+
+        def empty() -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+        tensors = {name: empty() for name in remembered(params.solver, job.first_step)}
+        solver = SolverState(params.solver, job.first_step, order, tensors)
+        return Checkpoint(job.first_step, empty(), solver)
+
+    def _digest(self, job: Slice, attn_type: str) -> int:
+        """A number that is the same on ranks that are about to do the same in the same types."""
+        facts = (
+            job.number,
+            job.task_id,
+            job.plan.params,
+            job.first_step,
+            job.end_step,
+            job.source,
+            self.dtype,
+            attn_type,
+            dataclasses.astuple(self._model.transformer),
+        )
+        return zlib.crc32(repr(facts).encode())
 
     def _steps(
         self,
         job: Slice,
-        denoiser: Denoiser,
         state: TaskState,
         how: Execution,
         cancelled: Callable[[], bool],
+        group: Group,
     ) -> Iterator[Event]:
-        prompts = Prompts(
-            self._pad(job.prompt_embeds),
-            None if job.negative_prompt_embeds is None else self._pad(job.negative_prompt_embeds),
-        )
+        prompts = self._prompts(job, group)
+        interval = job.checkpoint_interval_s if group.position == 0 else 0.0
+
+        def stopped() -> bool:
+            """Decide together: no rank may go on when another does not."""
+            told = group.tell([job.number, state.step, int(cancelled())])
+            _same("step", job, [(number, step) for number, step, _ in told])
+            return any(stop for _, _, stop in told)
+
+        denoiser = Denoiser(self.experts, self.device)
         saved = time.perf_counter()
-        for event in denoiser.run(state, job.end_step, prompts, how, cancelled):
+        for event in denoiser.run(state, job.end_step, prompts, how, stopped):
             yield event
-            due = time.perf_counter() - saved >= job.checkpoint_interval_s > 0
+            due = time.perf_counter() - saved >= interval > 0
             if due and state.step < job.end_step:
                 yield state.checkpoint()
                 saved = time.perf_counter()
+
+    def _prompts(self, job: Slice, group: Group) -> Prompts:
+        """Give every rank the leader's embeddings."""
+
+        def rows(embeds: torch.Tensor | None) -> torch.Tensor:
+            text = self._model.transformer
+            blank = torch.zeros((0, text.text_dim))
+            padded = self._pad(blank if embeds is None else embeds)
+            group.share(padded, 0)
+            return padded
+
+        guided = job.plan.is_guided(job.first_step, job.end_step)
+        return Prompts(
+            rows(job.prompt_embeds), rows(job.negative_prompt_embeds) if guided else None
+        )
 
     def _pad(self, rows: torch.Tensor) -> torch.Tensor:
         """Bring true rows (length, text_dim) to (1, text_len, text_dim) with zero rows behind."""
@@ -248,11 +335,52 @@ class Rank:
             dropped, _ = self._held.popitem(last=False)
             log.warning("task %s: state dropped, %d newer ones are held", dropped, MAX_HELD)
 
-    def release(self) -> None:
+    def release(self, task_id: str) -> None:
+        """Free the state of a task, if there is one."""
+        self._held.pop(task_id, None)
+
+    def components(
+        self, state: component_pb2.ComponentState.ValueType, detail: str = ""
+    ) -> list[component_pb2.Component]:
+        """Describe the transformers; counts are 0 until their weights are here."""
+
+        def component(position: int, name: str) -> component_pb2.Component:
+            loaded = position < len(self.experts)
+            parameters = list(self.experts[position].parameters()) if loaded else []
+            return component_pb2.Component(
+                name=name,
+                model=self._model.name,
+                state=state,
+                device=str(self.experts.where[position] if loaded else self.home),
+                dtype=dtype_name(self.dtype),
+                parameter_count=sum(parameter.numel() for parameter in parameters),
+                weight_bytes=sum(parameter.nbytes for parameter in parameters),
+                attn_type=self.attention.name,
+                detail=detail,
+            )
+
+        return [component(*entry) for entry in enumerate(component_names(self._model))]
+
+    def close(self) -> None:
         """Free models and states."""
         self.experts = self._no_experts()
         self._held.clear()
         _free()
+
+
+def _fits(held: TaskState | None, job: Slice) -> bool:
+    """Say whether a state is the one that a slice goes on from."""
+    return held is not None and held.step == job.first_step and held.plan == job.plan
+
+
+def _same(what: str, job: Slice, told: Sequence[object]) -> None:
+    """Refuse to enter a collective with ranks that are elsewhere."""
+    odd = [position for position, fact in enumerate(told) if fact != told[0]]
+    if odd:
+        raise ComponentError(
+            f"task {job.task_id!r}: ranks at positions {odd} of the group are not at the same "
+            f"{what} as the leader: {list(told)}"
+        )
 
 
 def _named(error: Exception) -> ChituError:

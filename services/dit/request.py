@@ -13,11 +13,11 @@ from chitu_diffusion.v1 import dit_pb2
 from chitu_diffusion.wire import Payload
 from services.dit.attention import ATTN_TYPES
 from services.dit.denoiser import Checkpoint, DenoiseParams, Plan, make_plan
-from services.dit.guidance import uses_negative
-from services.dit.jobs import Slice, Source
+from services.dit.jobs import Order, Slice, Source
 from services.dit.models import get_family
+from services.dit.parallel import Layout
 from services.dit.rules import FLOATS, listed, not_finite, refuse
-from services.dit.solvers import SOLVERS, SolverState
+from services.dit.solvers import SOLVERS, SolverState, remembered
 
 _SOURCES = {
     dit_pb2.LATENT_SOURCE_NOISE: Source.NOISE,
@@ -112,26 +112,70 @@ def _guidance_problems(name: str, scale: float) -> Iterator[Violation]:
 
 
 def parse_start(start: dit_pb2.DenoiseStart, model: ModelConfig) -> Plan:
-    """Check all of a slice's opening message, and plan its task.
+    """Check a slice's opening message but for its group, and plan its task.
 
     Raises:
         InvalidRequestError: names every field that breaks a rule.
-        PreconditionError: it asks for a layout, ranks or previews that this pool does not have.
+        PreconditionError: it asks for previews.
     """
     plan = make_plan(parse_params(start.params, model))
     refuse([*_range_problems(start), *_source_problems(start)])
-    layout = start.layout
-    degrees = (layout.cfg_size, layout.ulysses_degree, layout.ring_degree)
-    if start.HasField("layout") and degrees != (1, 1, 1):
-        raise PreconditionError(
-            f"layout: cfg {degrees[0]} x ulysses {degrees[1]} x ring {degrees[2]} was asked for, "
-            f"this pool has one rank"
-        )
-    if list(start.ranks) not in ([], [0]):
-        raise PreconditionError(f"ranks: {list(start.ranks)} were asked for, this pool has rank 0")
     if start.preview_interval:
         raise PreconditionError("preview_interval: this pool makes no previews")
     return plan
+
+
+def parse_group(
+    start: dit_pb2.DenoiseStart, num_ranks: int, num_heads: int
+) -> tuple[Layout | None, tuple[int, ...]]:
+    """Check the layout and the ranks that a slice names.
+
+    Args:
+        start: the opening message.
+        num_ranks: of the pool.
+        num_heads: of the model.
+
+    Returns:
+        None, or no ranks, where the pool shall choose.
+
+    Raises:
+        InvalidRequestError: they do not fit each other.
+        PreconditionError: the pool or the model cannot do it.
+    """
+    ranks, asked = tuple(start.ranks), start.layout
+    layout = None
+    refuse(_group_problems(start))
+    if start.HasField("layout"):
+        layout = Layout(asked.cfg_size, asked.ulysses_degree, asked.ring_degree)
+        if layout.size > num_ranks:
+            raise PreconditionError(
+                f"layout: {layout} needs {layout.size} ranks, this pool has {num_ranks}"
+            )
+        if num_heads % layout.ulysses_degree:
+            raise PreconditionError(
+                f"layout.ulysses_degree: {layout.ulysses_degree}: must divide the model's "
+                f"{num_heads} heads"
+            )
+    beyond = [rank for rank in ranks if not 0 <= rank < num_ranks]
+    if beyond:
+        raise PreconditionError(f"ranks: {beyond}: this pool has ranks 0 to {num_ranks - 1}")
+    return layout, ranks
+
+
+def _group_problems(start: dit_pb2.DenoiseStart) -> Iterator[Violation]:
+    ranks, layout = list(start.ranks), start.layout
+    if len(set(ranks)) < len(ranks):
+        yield Violation("ranks", f"{ranks}: must be different")
+    if not start.HasField("layout"):
+        return
+    for name in ("cfg_size", "ulysses_degree", "ring_degree"):
+        if getattr(layout, name) < 1:
+            yield Violation(f"layout.{name}", f"{getattr(layout, name)}: must be >= 1")
+    if layout.cfg_size > 2:
+        yield Violation("layout.cfg_size", f"{layout.cfg_size}: must be 1 or 2")
+    size = layout.cfg_size * layout.ulysses_degree * layout.ring_degree
+    if ranks and len(ranks) != size:
+        yield Violation("ranks", f"{len(ranks)} ranks: must be {size}, as layout says")
 
 
 def _range_problems(start: dit_pb2.DenoiseStart) -> Iterator[Violation]:
@@ -148,10 +192,6 @@ def _range_problems(start: dit_pb2.DenoiseStart) -> Iterator[Violation]:
         )
     if start.preview_interval < 0:
         yield Violation("preview_interval", f"{start.preview_interval}: must be >= 0")
-    if start.HasField("layout"):
-        for name in ("cfg_size", "ulysses_degree", "ring_degree"):
-            if getattr(start.layout, name) < 1:
-                yield Violation(f"layout.{name}", f"{getattr(start.layout, name)}: must be >= 1")
 
 
 def _source_problems(start: dit_pb2.DenoiseStart) -> Iterator[Violation]:
@@ -172,7 +212,7 @@ def _source_problems(start: dit_pb2.DenoiseStart) -> Iterator[Violation]:
         yield Violation("solver_state.solver", f"{state.solver!r}: params.solver is {solver!r}")
     if state.step != start.first_step:
         yield Violation("solver_state.step", f"{state.step}: first_step is {start.first_step}")
-    expected = _solver_tensors(solver, state.step)
+    expected = remembered(solver, state.step)
     if sorted(state.tensors) != sorted(expected):
         yield Violation(
             "solver_state.tensors", f"{list(state.tensors)}: must be {expected} at this step"
@@ -181,18 +221,10 @@ def _source_problems(start: dit_pb2.DenoiseStart) -> Iterator[Violation]:
         yield Violation("solver_state.order", f"{state.order}: must be 1 or 2, 0 before step 0")
 
 
-def _solver_tensors(solver: str, step: int) -> list[str]:
-    """Names of what a solver remembers after `step` steps."""
-    outputs = {"unipc": 2, "dpm++": 1}.get(solver, 0)
-    names = [f"solver.model_output.{n}" for n in range(min(outputs, step))]
-    return [*names, "solver.last_sample"] if solver == "unipc" and step else names
-
-
 def expected_tensors(start: dit_pb2.DenoiseStart, plan: Plan) -> list[str]:
     """Name every tensor that must follow the opening message."""
-    steps = plan.steps[start.first_step : start.end_step]
     names = ["prompt_embeds"]
-    if any(uses_negative(step.guidance) for step in steps):
+    if plan.is_guided(start.first_step, start.end_step):
         names.append("negative_prompt_embeds")
     if start.source == dit_pb2.LATENT_SOURCE_CHECKPOINT:
         names += ["latents", *start.solver_state.tensors]
@@ -233,24 +265,28 @@ def _tensor_problems(
         yield Violation(name, f"type {payload.dtype_name}: must be float32")
 
 
-def make_slice(
-    start: dit_pb2.DenoiseStart, plan: Plan, tensors: Mapping[str, torch.Tensor]
-) -> Slice:
-    """Put a checked request together."""
+def make_slice(order: Order, number: int = 0) -> Slice:
+    """Put a checked request together.
+
+    Args:
+        order: of the slice; a rank that is not the leader of its group has no tensors.
+        number: of the slice in its pool.
+    """
+    start, tensors = order.start, order.tensors
     checkpoint = None
-    if start.source == dit_pb2.LATENT_SOURCE_CHECKPOINT:
+    if start.source == dit_pb2.LATENT_SOURCE_CHECKPOINT and tensors:
         state = start.solver_state
-        remembered = {name: tensors[name] for name in state.tensors}
-        solver = SolverState(state.solver, state.step, state.order, remembered)
+        kept = {name: tensors[name] for name in state.tensors}
+        solver = SolverState(state.solver, state.step, state.order, kept)
         checkpoint = Checkpoint(start.first_step, tensors["latents"], solver)
     return Slice(
         task_id=start.task_id,
-        attempt=start.attempt,
-        plan=plan,
+        number=number,
+        plan=order.plan,
         first_step=start.first_step,
         end_step=start.end_step,
         source=_SOURCES[start.source],
-        prompt_embeds=tensors["prompt_embeds"],
+        prompt_embeds=tensors.get("prompt_embeds"),
         negative_prompt_embeds=tensors.get("negative_prompt_embeds"),
         checkpoint=checkpoint,
         attn_type=start.params.attn_type,

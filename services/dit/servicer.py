@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from chitu_diffusion.config.schema import ModelConfig
@@ -12,16 +12,16 @@ from chitu_diffusion.v1 import dit_pb2, dit_pb2_grpc
 from chitu_diffusion.wire import Payload, TensorReceiver, tensor_parts
 from services.dit import denoiser
 from services.dit import request as door
-from services.dit.denoiser import Checkpoint, PlannedStep, StepDone, make_plan
+from services.dit.denoiser import make_plan
 from services.dit.forward import FORWARD_TENSORS, parse_forward
-from services.dit.jobs import SliceDone
-from services.dit.pool import ONE_RANK, Pool
+from services.dit.jobs import Order
+from services.dit.pool import Pool
+from services.dit.replies import planned
 from services.dit.rules import check_header
-from services.dit.stream import SliceStream
 
 
 class DitServicer(dit_pb2_grpc.DitServiceServicer):
-    """Plan, Denoise, Forward and GetPool."""
+    """Plan, Denoise, Release, Forward and GetPool."""
 
     def __init__(self, pool: Pool, model: ModelConfig) -> None:
         self._pool = pool
@@ -34,7 +34,7 @@ class DitServicer(dit_pb2_grpc.DitServiceServicer):
         if request.params.attn_type:
             self._pool.check_attention(request.params.attn_type, "params.attn_type")
         return dit_pb2.PlanResponse(
-            steps=[self._planned(step) for step in plan.steps],
+            steps=[planned(step, plan) for step in plan.steps],
             forward_count=plan.forward_count,
             exact=True,
         )
@@ -49,11 +49,10 @@ class DitServicer(dit_pb2_grpc.DitServiceServicer):
         payloads = await _receive(requests, expected)
         # Values are scanned off the event loop: a checkpoint can hold 77 MB.
         tensors = await asyncio.to_thread(door.parse_tensors, payloads, expected, plan, self._model)
-        stream = self._pool.submit(door.make_slice(start, plan, tensors))
+        stream = self._pool.submit(Order(start, plan, tensors))
         try:
-            async for event in stream:
-                for response in self._responses(event, plan, stream):
-                    yield response
+            async for response in stream:
+                yield response
         finally:
             stream.cancel()
 
@@ -74,6 +73,15 @@ class DitServicer(dit_pb2_grpc.DitServiceServicer):
             done=dit_pb2.ForwardDone(attn_type=done.attn_type, report=done.report)
         )
 
+    async def Release(
+        self, request: dit_pb2.ReleaseRequest, context: Any
+    ) -> dit_pb2.ReleaseResponse:
+        """Free a task's state."""
+        if not request.task_id:
+            raise InvalidRequestError.of("task_id", "must not be empty")
+        self._pool.release(request.task_id)
+        return dit_pb2.ReleaseResponse()
+
     async def GetPool(
         self, request: dit_pb2.GetPoolRequest, context: Any
     ) -> dit_pb2.GetPoolResponse:
@@ -89,56 +97,9 @@ class DitServicer(dit_pb2_grpc.DitServiceServicer):
             plan = door.parse_start(message.start, self._model)
             if message.start.params.attn_type:
                 self._pool.check_attention(message.start.params.attn_type, "params.attn_type")
+            self._pool.check_group(message.start)
             return message.start, plan
         raise InvalidRequestError.of("start", "must be the first message")
-
-    def _responses(
-        self, event: StepDone | Checkpoint | SliceDone, plan: denoiser.Plan, stream: SliceStream
-    ) -> Iterator[dit_pb2.DenoiseResponse]:
-        if isinstance(event, StepDone):
-            yield dit_pb2.DenoiseResponse(step=self._report(event, plan))
-        elif isinstance(event, Checkpoint):
-            yield from _checkpoint(event)
-        else:
-            if event.latents is not None:
-                yield from _tensor("latents", event.latents)
-            if event.checkpoint is not None:
-                yield from _checkpoint(event.checkpoint)
-            yield dit_pb2.DenoiseResponse(done=self._done(event, stream))
-
-    def _report(self, event: StepDone, plan: denoiser.Plan) -> dit_pb2.StepReport:
-        step = event.planned
-        return dit_pb2.StepReport(
-            step=step.step,
-            of=len(plan.steps),
-            timestep=step.timestep,
-            sigma=step.sigma,
-            expert=self._expert(step),
-            reused=step.reused,
-            seconds=event.seconds,
-            layout=ONE_RANK,
-        )
-
-    def _done(self, event: SliceDone, stream: SliceStream) -> dit_pb2.DenoiseDone:
-        event.report.waited_seconds = stream.waited_seconds
-        return dit_pb2.DenoiseDone(
-            next_step=event.next_step, attn_type=event.attn_type, report=event.report
-        )
-
-    def _planned(self, step: PlannedStep) -> dit_pb2.PlannedStep:
-        return dit_pb2.PlannedStep(
-            step=step.step,
-            timestep=step.timestep,
-            sigma=step.sigma,
-            expert=self._expert(step),
-            reused=step.reused,
-            guidance_scale=step.guidance,
-        )
-
-    def _expert(self, step: PlannedStep) -> dit_pb2.Expert.ValueType:
-        if self._model.boundary_ratio is None:
-            return dit_pb2.EXPERT_UNSPECIFIED
-        return (dit_pb2.EXPERT_HIGH_NOISE, dit_pb2.EXPERT_LOW_NOISE)[step.expert]
 
 
 async def _forward_start(
@@ -168,21 +129,3 @@ async def _receive(
     if receiver.busy:
         raise InvalidRequestError.of("tensor", "the stream closed in the middle of a tensor")
     return payloads
-
-
-def _checkpoint(checkpoint: Checkpoint) -> Iterator[dit_pb2.DenoiseResponse]:
-    solver = checkpoint.solver
-    state = dit_pb2.SolverState(
-        solver=solver.solver, step=solver.step, order=solver.order, tensors=list(solver.tensors)
-    )
-    yield dit_pb2.DenoiseResponse(
-        checkpoint=dit_pb2.Checkpoint(step=checkpoint.step, solver_state=state)
-    )
-    yield from _tensor("latents", checkpoint.latents)
-    for name, tensor in solver.tensors.items():
-        yield from _tensor(name, tensor)
-
-
-def _tensor(name: str, tensor: Any) -> Iterator[dit_pb2.DenoiseResponse]:
-    for part in tensor_parts(name, tensor):
-        yield dit_pb2.DenoiseResponse(tensor=part)

@@ -22,6 +22,7 @@ from chitu_diffusion.v1 import dit_pb2
 from services.dit import request as door
 from services.dit.models import ModelFamily, Transformer, get_family, get_model_class
 from services.dit.models.wan.transformer import WanTransformer
+from services.dit.jobs import Order
 from services.dit.pool import LocalPool
 from tests.dit.slices import latents, run
 
@@ -111,7 +112,7 @@ async def test_a_second_family_runs_a_slice(config: Config) -> None:
     plan = door.parse_start(opening, config.models)
     rows = torch.ones(2, config.models.transformer.text_dim)
     prompts = {"prompt_embeds": rows, "negative_prompt_embeds": rows}
-    denoised = latents(await run(pool, door.make_slice(opening, plan, prompts)))
+    denoised = latents(await run(pool, Order(opening, plan, prompts)))
     expected = torch.randn(1, 16, 4, 6, 10, generator=torch.Generator().manual_seed(3))
     # Euler on x' = gain x, and guidance between equal branches changes nothing.
     for sigma, following in zip(plan.grid.sigmas, plan.grid.sigmas[1:], strict=False):

@@ -23,17 +23,17 @@ from services.dit import experts as experts_module
 from services.dit import rank as rank_module
 from services.dit.denoiser import make_plan
 from services.dit.experts import Experts
-from services.dit.jobs import Forward, Slice, Source
+from services.dit.jobs import Forward, Order, Source
 from services.dit.pool import LocalPool
 from tests.dit.conftest import CPU, Gate, make_embeds, make_params
-from tests.dit.slices import job, latents, run
+from tests.dit.slices import collect, job, latents, run
 
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
 # Steps 0 to 2 are high noise, 3 to 5 low noise.
 PLAN = make_plan(make_params(guidance_scale_high=3.0, boundary_ratio=0.8))
 
 
-def two_experts(**changes: Any) -> Slice:
+def two_experts(**changes: Any) -> Order:
     return job(**({"plan": PLAN} | changes))
 
 
@@ -157,7 +157,7 @@ async def test_goes_home_after_a_slice_that_ends_early(
         stream.cancel()
     gate.let(9)
     with pytest.raises(ComponentError if how == "error" else CancelledTaskError):
-        [event async for event in stream]
+        await collect(stream)
     assert moves.taken() == [(0, "cuda"), (0, "cpu")]
     assert devices(pool) == ["cpu", "cpu"]
 

@@ -24,12 +24,12 @@ from chitu_diffusion.errors import (
 )
 from chitu_diffusion.v1 import component_pb2
 from services.dit import denoiser as denoiser_module
-from services.dit.denoiser import Checkpoint, StepDone, make_plan
-from services.dit.jobs import SliceDone, Source
+from services.dit.denoiser import make_plan
+from services.dit.jobs import Source
 from services.dit.pool import LocalPool
 from services.dit.rank import MAX_HELD
 from tests.dit.conftest import Gate, make_params
-from tests.dit.slices import job, latents, run
+from tests.dit.slices import collect, job, latents, run, step_numbers
 
 
 @pytest.fixture
@@ -41,24 +41,21 @@ async def pool(make_config: Callable[..., Config]) -> AsyncIterator[LocalPool]:
 
 
 async def test_events_of_a_slice(pool: LocalPool) -> None:
-    events = await run(pool, job(return_checkpoint=True))
-    assert [event.planned.step for event in events if isinstance(event, StepDone)] == [*range(6)]
-    done = events[-1]
-    assert isinstance(done, SliceDone)
-    assert (done.next_step, done.attn_type) == (6, "sdpa")
-    assert done.report.seconds > 0
-    assert done.checkpoint is not None
-    assert torch.equal(done.checkpoint.latents, latents(events))
+    given = await run(pool, job(return_checkpoint=True))
+    assert step_numbers(given) == [*range(6)]
+    assert given.done is not None
+    assert (given.done.next_step, given.done.attn_type) == (6, "sdpa")
+    assert given.done.report.seconds > 0
+    (checkpoint,) = given.checkpoints
+    assert torch.equal(checkpoint.latents, latents(given))
 
 
 async def test_held_and_checkpoint_go_on_bit_equal(pool: LocalPool) -> None:
     expected = latents(await run(pool, job("whole")))
     first = await run(pool, job(end_step=2, keep_state=True, return_checkpoint=True))
-    done = first[-1]
-    assert isinstance(done, SliceDone)
     held = await run(pool, job(first_step=2, source=Source.HELD))
     assert torch.equal(latents(held), expected)
-    again = job(first_step=2, source=Source.CHECKPOINT, checkpoint=done.checkpoint)
+    again = job(first_step=2, source=Source.CHECKPOINT, checkpoint=first.checkpoints[0])
     assert torch.equal(latents(await run(pool, again)), expected)
 
 
@@ -87,6 +84,16 @@ async def test_state_is_kept_only_if_asked_for(pool: LocalPool) -> None:
     assert pool.rank.held_tasks == [], "a finished task leaves nothing"
 
 
+async def test_released_state_is_gone(pool: LocalPool) -> None:
+    for task in ("a", "b"):
+        await run(pool, job(task, end_step=2, keep_state=True))
+    pool.release("a")
+    pool.release("never seen")
+    with pytest.raises(NotFoundError, match="nowhere"):
+        await run(pool, job("a", first_step=2, source=Source.HELD))
+    assert pool.rank.held_tasks == ["b"]
+
+
 async def test_held_states_are_bounded(pool: LocalPool) -> None:
     for n in range(MAX_HELD + 2):
         await run(pool, job(str(n), end_step=1, keep_state=True))
@@ -97,9 +104,9 @@ async def test_slices_run_one_at_a_time_in_order(pool: LocalPool, gate: Gate) ->
     order: list[tuple[str, int]] = []
 
     async def follow(task_id: str) -> None:
-        async for event in pool.submit(job(task_id, end_step=3)):
-            if isinstance(event, StepDone):
-                order.append((task_id, event.planned.step))
+        async for response in pool.submit(job(task_id, end_step=3, return_latents=False)):
+            if response.HasField("step"):
+                order.append((task_id, response.step.step))
 
     gate.let(9)
     async with asyncio.TaskGroup() as group:
@@ -113,9 +120,10 @@ async def test_waiting_time_is_told(pool: LocalPool, gate: Gate) -> None:
     first, second = pool.submit(job("a", end_step=1)), pool.submit(job("b", end_step=1))
     await asyncio.sleep(0.1)
     gate.let(2)
-    assert [1 async for _ in first] == [1, 1]
-    assert [1 async for _ in second] == [1, 1]
-    assert first.waited_seconds < 0.09 < second.waited_seconds
+    waited = [(await collect(stream)).done for stream in (first, second)]
+    assert waited[0] is not None
+    assert waited[1] is not None
+    assert waited[0].report.waited_seconds < 0.09 < waited[1].report.waited_seconds
 
 
 async def test_cancel_ends_at_the_step_boundary(pool: LocalPool, gate: Gate) -> None:
@@ -125,7 +133,7 @@ async def test_cancel_ends_at_the_step_boundary(pool: LocalPool, gate: Gate) -> 
     stream.cancel()
     gate.let(9)
     with pytest.raises(CancelledTaskError):
-        [event async for event in stream]
+        await collect(stream)
     assert gate.entered == [0, 1, 2]
     assert pool.rank.held_tasks == []
 
@@ -134,9 +142,9 @@ async def test_cancelled_before_its_turn_it_never_starts(pool: LocalPool, gate: 
     first, second = pool.submit(job("a", end_step=1)), pool.submit(job("b"))
     second.cancel()
     gate.let(9)
-    assert len([event async for event in first]) == 2
+    assert step_numbers(await collect(first)) == [0]
     with pytest.raises(CancelledTaskError, match="before its turn"):
-        [event async for event in second]
+        await collect(second)
     assert gate.entered == [0]
 
 
@@ -196,25 +204,21 @@ async def test_newer_attempt_takes_over(pool: LocalPool, gate: Gate) -> None:
     new = pool.submit(job("a", attempt=2, end_step=1))
     gate.let(9)
     with pytest.raises(AbortedError, match="attempt 2 has taken over"):
-        [event async for event in old]
-    assert len([event async for event in other]) == 2
-    assert len([event async for event in new]) == 2
+        await collect(old)
+    assert step_numbers(await collect(other)) == [0]
+    assert step_numbers(await collect(new)) == [0]
     with pytest.raises(AbortedError, match="attempt 1 is behind 2"):
         pool.submit(job("a", attempt=1))
 
 
 async def test_checkpoints_at_an_interval(pool: LocalPool) -> None:
     expected = latents(await run(pool, job()))
-    events = await run(pool, job(checkpoint_interval_s=1e-9))
-    kept = [event for event in events if isinstance(event, Checkpoint)]
-    assert kept, "no checkpoint between steps"
-    for checkpoint in kept:
-        position = events.index(checkpoint)
-        before = [event for event in events[:position] if isinstance(event, StepDone)]
-        assert checkpoint.step == len(before)
+    given = await run(pool, job(checkpoint_interval_s=1e-9))
+    assert [checkpoint.step for checkpoint in given.checkpoints][-1] == 5
+    for checkpoint in given.checkpoints:
         again = job(first_step=checkpoint.step, source=Source.CHECKPOINT, checkpoint=checkpoint)
         assert torch.equal(latents(await run(pool, again)), expected)
-    assert not any(isinstance(event, Checkpoint) for event in await run(pool, job()))
+    assert not (await run(pool, job())).checkpoints
 
 
 async def test_slow_reader_keeps_one_checkpoint(pool: LocalPool, gate: Gate) -> None:
@@ -223,9 +227,9 @@ async def test_slow_reader_keeps_one_checkpoint(pool: LocalPool, gate: Gate) -> 
     await gate.reached(6)
     await asyncio.sleep(0.05)
     gate.let(1)
-    events = [event async for event in stream]
-    assert [event.step for event in events if isinstance(event, Checkpoint)] == [5]
-    assert sum(isinstance(event, StepDone) for event in events) == 6
+    given = await collect(stream)
+    assert [checkpoint.step for checkpoint in given.checkpoints] == [5]
+    assert step_numbers(given) == [*range(6)]
 
 
 async def test_closing_ends_what_runs(make_config: Callable[..., Config], gate: Gate) -> None:
@@ -238,7 +242,7 @@ async def test_closing_ends_what_runs(make_config: Callable[..., Config], gate: 
     gate.let(9)
     for stream in (running, waiting):
         with pytest.raises(UnavailableError, match="shutting down"):
-            [event async for event in stream]
+            await collect(stream)
     await closing
     assert gate.entered == [0]
     with pytest.raises(UnavailableError, match="shutting down"):
@@ -281,13 +285,6 @@ async def test_checkpoint_folder_that_is_not_set(make_config: Callable[..., Conf
         await pool.load()
     assert pool.components()[0].state == component_pb2.COMPONENT_STATE_FAILED
     await pool.close()
-
-
-@pytest.mark.parametrize("degree", ["cfg_size", "ulysses_degree", "ring_degree"])
-def test_more_ranks_than_one(make_config: Callable[..., Config], degree: str) -> None:
-    config = make_config("one-diffusers", f"distributed.{degree}=2")
-    with pytest.raises(ConfigError, match=rf"distributed\.{degree}=2: must be 1, .* one rank"):
-        LocalPool(config)
 
 
 async def test_concurrent_tasks_do_not_share_state(pool: LocalPool) -> None:

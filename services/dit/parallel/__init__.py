@@ -14,7 +14,16 @@ import torch
 from services.dit.attention import Attention
 from services.dit.parallel.layout import Layout, Place, auto_layout
 
-__all__ = ["Alone", "Group", "Layout", "Parallel", "Place", "SequenceParallel", "auto_layout"]
+__all__ = [
+    "ALONE",
+    "Alone",
+    "Group",
+    "Layout",
+    "Parallel",
+    "Place",
+    "SequenceParallel",
+    "auto_layout",
+]
 
 
 class SequenceParallel(Protocol):
@@ -99,3 +108,6 @@ class Alone:
     def gather_branches(self, velocities: torch.Tensor) -> torch.Tensor:
         """Return them."""
         return velocities
+
+
+ALONE = Alone()

@@ -12,10 +12,10 @@ import torch
 from services.dit.solvers.dpmpp import DpmPlusPlus
 from services.dit.solvers.euler import Euler
 from services.dit.solvers.grid import SOLVERS, Grid, make_grid
-from services.dit.solvers.state import SolverState
+from services.dit.solvers.state import SolverState, remembered
 from services.dit.solvers.unipc import UniPC
 
-__all__ = ["SOLVERS", "Grid", "Solver", "SolverState", "make_grid", "make_solver"]
+__all__ = ["SOLVERS", "Grid", "Solver", "SolverState", "make_grid", "make_solver", "remembered"]
 
 
 class Solver(Protocol):

@@ -20,3 +20,10 @@ class SolverState:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """Named "solver.model_output.N" (0 is the newest) and "solver.last_sample"; shaped like the
     latents, float32."""
+
+
+def remembered(solver: str, step: int) -> list[str]:
+    """Name the tensors that a solver's state has after `step` steps."""
+    outputs = {"unipc": 2, "dpm++": 1}.get(solver, 0)
+    names = [f"solver.model_output.{n}" for n in range(min(outputs, step))]
+    return [*names, "solver.last_sample"] if solver == "unipc" and step else names
