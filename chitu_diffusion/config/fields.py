@@ -46,6 +46,14 @@ def endpoint(default: str | None) -> Any:
     return _formed(default, words, _is_address)
 
 
+def shapes(default: str) -> Any:
+    """Sizes of videos."""
+    size = r"[1-9]\d{0,5}x[1-9]\d{0,5}x[1-9]\d{0,5}"
+    named = re.compile(rf"default|off|{size}(, ?{size})*", re.ASCII)
+    words = "'default', 'off', or frames x height x width as in '81x480x832, 1x480x832'"
+    return _formed(default, words, lambda text: named.fullmatch(text) is not None)
+
+
 def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
     """Every dotted key of a configuration, its field and its value; sections before what they have.
 

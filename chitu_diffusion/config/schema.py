@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from chitu_diffusion.config.fields import device_name, endpoint, filled, line, one_of, within
+from chitu_diffusion.config.fields import (
+    device_name,
+    endpoint,
+    filled,
+    line,
+    one_of,
+    shapes,
+    within,
+)
 
 MODEL_TYPES = ("wan",)
 SOLVERS = ("unipc", "dpm++", "euler")
@@ -134,14 +142,25 @@ class DiffusionConfig:
 
 @dataclass
 class DistributedConfig:
-    """How a slice is shared: by cfg_size x ulysses_degree x ring_degree ranks of the pool."""
+    """The ranks of the DiT pool, one process with one device each, and how they share a slice.
 
-    cfg_size: int = within(1, 1, 2)
-    """Guidance branches on different ranks: 1 or 2."""
-    ulysses_degree: int = within(1, 1, 1024)
-    """Ranks that exchange heads for sequence around attention; divides the number of heads."""
-    ring_degree: int = within(1, 1, 1024)
-    """Ranks that pass keys and values round."""
+    A slice that names no layout runs on cfg_size x ulysses_degree x ring_degree ranks. Degrees that
+    are 0 are chosen so that it takes all ranks: guidance first, then the largest divisor of the
+    heads, then the ring.
+    """
+
+    world_size: int = within(0, 0, 1024)
+    """Ranks of the pool; 0 = as many as the degrees multiply to."""
+    nodes: int = within(1, 1, 1024)
+    """Hosts that they are on, the same number on each."""
+    rendezvous: str | None = endpoint(None)
+    """host:port on the front's host where the torchrun of every node finds the others."""
+    cfg_size: int = within(0, 0, 2)
+    """Guidance branches on different ranks: 1 or 2; 0 = auto."""
+    ulysses_degree: int = within(0, 0, 1024)
+    """Ranks that exchange heads for sequence around attention; divides the heads; 0 = auto."""
+    ring_degree: int = within(0, 0, 1024)
+    """Ranks that pass keys and values round; 0 = auto."""
 
 
 @dataclass
@@ -180,6 +199,17 @@ class DitConfig:
     """Where it listens: host:port (port 0 = any free one) or unix:PATH."""
     address: str | None = endpoint(None)
     """Where the orchestrator finds it; unset = the local one at `listen`."""
+    ranks_listen: str | None = endpoint(None)
+    """Where it listens for its own ranks; unset = a private socket, for ranks on this host."""
+    ranks_address: str | None = endpoint(None)
+    """Where ranks on other hosts find that; unset = as `ranks_listen`."""
+    warmup: str = shapes("default")
+    """Videos that every group of ranks makes two steps of before the pool serves: "off", "default"
+    (what a request gets that names no size), or frames x height x width: "9x64x64, 1x64x64"."""
+    warmup_timeout_s: float = within(1800.0, 1, 86_400)
+    """Seconds that it may take."""
+    stall_timeout_s: float = within(30.0, 0.1, 86_400)
+    """Seconds without a step after which ranks count as stuck; ten steps, if these take longer."""
 
 
 @dataclass

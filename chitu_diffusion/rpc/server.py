@@ -50,6 +50,9 @@ class Service(abc.ABC):
     async def load(self) -> None:
         """Make ready to work. Heavy parts run in a thread: the server answers health meanwhile."""
 
+    serving_changed: Callable[[bool], None] = staticmethod(lambda serving: None)
+    """Set by the server: tell it when, behind `load`, the service can work no more, or again."""
+
     async def drain(self) -> None:  # noqa: B027 - nothing to do for most
         """Take no new work and end what would never end by itself, such as event streams."""
 
@@ -68,6 +71,7 @@ class Server:
         self._server = grpc.aio.server(interceptors=[self._interceptor], options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._names: list[str] = []
+        self._changes: set[asyncio.Future[None]] = set()
         self.address = listen
         """Where clients find it; differs from `listen` for port 0."""
 
@@ -82,7 +86,7 @@ class Server:
         reflection.enable_server_reflection(
             [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
         )
-        self.address = _bind(self._server, self._listen, self._service.name)
+        self.address = bind(self._server, self._listen, f"{self._service.name}: listen")
         await self._server.start()
         await self._health.set("", _SERVING)
         await self._set_serving(False)
@@ -90,9 +94,16 @@ class Server:
 
     async def load(self) -> None:
         """Load the service, then report SERVING."""
+        self._service.serving_changed = self._on_serving
         await self._service.load()
         await self._set_serving(True)
         log.info("%s is serving", self._service.name)
+
+    def _on_serving(self, serving: bool) -> None:
+        log.info("%s is %s", self._service.name, "serving" if serving else "not serving")
+        change = asyncio.ensure_future(self._set_serving(serving))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
 
     async def stop(self, grace_s: float) -> None:
         """Report NOT_SERVING, refuse new calls, give running ones `grace_s`, free everything."""
@@ -108,12 +119,22 @@ class Server:
             await self._health.set(name, _SERVING if serving else _NOT_SERVING)
 
 
-def _bind(server: grpc.aio.Server, listen: str, name: str) -> str:
+def bind(server: grpc.aio.Server, listen: str, what: str) -> str:
+    """Bind a server; returns where clients find it, which differs from `listen` for port 0.
+
+    Args:
+        server: not started yet.
+        listen: host:port or unix:PATH.
+        what: for messages.
+
+    Raises:
+        ConfigError: the address is taken, or not one of this machine's.
+    """
     try:
         bound = server.add_insecure_port(listen)
     except RuntimeError as error:
         raise ConfigError(
-            f"{name}: listen={listen!r}: cannot listen there: the address is in use or not ours"
+            f"{what}={listen!r}: cannot listen there: the address is in use or not ours"
         ) from error
     return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{bound}"
 

@@ -861,6 +861,8 @@ class GetPoolResponse(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     ATTN_TYPE_FIELD_NUMBER: _builtins.int
     FLEXCACHE_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    STEP_TIMES_FIELD_NUMBER: _builtins.int
     attn_type: _builtins.str
     """Attention back end of a slice that names none."""
     @_builtins.property
@@ -875,6 +877,14 @@ class GetPoolResponse(_message.Message):
     def flexcache(self) -> Global___FlexCacheStatus:
         """Feature reuse of a slice that names none; absent = every step is computed."""
 
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolGroup]:
+        """Groups that are prepared. Others are opened when a slice names them."""
+
+    @_builtins.property
+    def step_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTime]:
+        """Measured step times."""
+
     def __init__(
         self,
         *,
@@ -882,10 +892,12 @@ class GetPoolResponse(_message.Message):
         ranks: _abc.Iterable[Global___PoolRank] | None = ...,
         attn_type: _builtins.str = ...,
         flexcache: Global___FlexCacheStatus | None = ...,
+        groups: _abc.Iterable[Global___PoolGroup] | None = ...,
+        step_times: _abc.Iterable[Global___StepTime] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["flexcache", b"flexcache", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attn_type", b"attn_type", "flexcache", b"flexcache", "layout", b"layout", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attn_type", b"attn_type", "flexcache", b"flexcache", "groups", b"groups", "layout", b"layout", "ranks", b"ranks", "step_times", b"step_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -903,6 +915,7 @@ class PoolRank(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Its number, from 0."""
     cfg_rank: _builtins.int
@@ -915,6 +928,8 @@ class PoolRank(_message.Message):
     """Process id."""
     device: _builtins.str
     """"cpu", "cuda:0"."""
+    task_id: _builtins.str
+    """Task that it works for; empty = it is free."""
     def __init__(
         self,
         *,
@@ -924,14 +939,93 @@ class PoolRank(_message.Message):
         host: _builtins.str = ...,
         pid: _builtins.int = ...,
         device: _builtins.str = ...,
+        task_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cfg_rank", b"cfg_rank", "cp_rank", b"cp_rank", "device", b"device", "host", b"host", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cfg_rank", b"cfg_rank", "cp_rank", b"cp_rank", "device", b"device", "host", b"host", "pid", b"pid", "rank", b"rank", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolRank: _TypeAlias = PoolRank  # noqa: Y015
+
+@_typing.final
+class PoolGroup(_message.Message):
+    """Ranks that can run a slice together without preparation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def layout(self) -> Global___Layout:
+        """How they share it."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ranks, in order."""
+
+    def __init__(
+        self,
+        *,
+        layout: Global___Layout | None = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolGroup: _TypeAlias = PoolGroup  # noqa: Y015
+
+@_typing.final
+class StepTime(_message.Message):
+    """How long a step of one shape takes in one layout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_FRAMES_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    GUIDED_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    num_frames: _builtins.int
+    """Frames of the video."""
+    height: _builtins.int
+    """Height of the video in pixels."""
+    width: _builtins.int
+    """Width of the video in pixels."""
+    guided: _builtins.bool
+    """Whether both guidance branches were computed."""
+    seconds: _builtins.float
+    """Median wall time of the last steps, seconds."""
+    count: _builtins.int
+    """Steps measured."""
+    @_builtins.property
+    def layout(self) -> Global___Layout:
+        """Layout."""
+
+    def __init__(
+        self,
+        *,
+        num_frames: _builtins.int = ...,
+        height: _builtins.int = ...,
+        width: _builtins.int = ...,
+        guided: _builtins.bool = ...,
+        layout: Global___Layout | None = ...,
+        seconds: _builtins.float = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "guided", b"guided", "height", b"height", "layout", b"layout", "num_frames", b"num_frames", "seconds", b"seconds", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTime: _TypeAlias = StepTime  # noqa: Y015
 
 @_typing.final
 class FlexCacheStatus(_message.Message):

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from chitu_diffusion.config.schema import ModelConfig
 from chitu_diffusion.errors import NotFoundError, Violation
 from chitu_diffusion.v1 import dit_pb2
-from chitu_diffusion.wire import Payload
+from chitu_diffusion.wire import Payload, tensor_parts
 from services.dit.attention import ATTN_TYPES
 from services.dit.experts import component_names
-from services.dit.jobs import Forward
+from services.dit.jobs import Forward, ForwardDone
 from services.dit.rules import FLOATS, listed, not_finite, refuse
 from services.dit.solvers.grid import TRAIN_TIMESTEPS
 
@@ -36,6 +36,15 @@ def parse_forward(
         timestep=start.timestep,
         prompt_embeds=tensors["encoder_hidden_states"][0],
         attn_type=start.attn_type,
+    )
+
+
+def forward_responses(done: ForwardDone) -> Iterator[dit_pb2.ForwardResponse]:
+    """Make the messages of a result, one at a time."""
+    for part in tensor_parts("velocity", done.velocity):
+        yield dit_pb2.ForwardResponse(tensor=part)
+    yield dit_pb2.ForwardResponse(
+        done=dit_pb2.ForwardDone(attn_type=done.attn_type, report=done.report)
     )
 
 

@@ -8,8 +8,20 @@ from chitu_diffusion.config.schema import Config
 from chitu_diffusion.rpc.server import Service
 from chitu_diffusion.v1 import component_pb2, component_pb2_grpc, dit_pb2, dit_pb2_grpc
 from services.common.components import ComponentServicer
+from services.dit.parallel import configured
 from services.dit.pool import LocalPool
+from services.dit.ranks.front import RankPool
 from services.dit.servicer import DitServicer
+
+
+def make_pool(config: Config) -> LocalPool | RankPool:
+    """A pool of as many ranks as are configured; a single one lives in this process.
+
+    Raises:
+        ConfigError: the device, type or attention kernel cannot be had, or too few devices.
+    """
+    world_size, _ = configured(config.distributed, config.models.transformer.num_heads)
+    return LocalPool(config) if world_size == 1 else RankPool(config)
 
 
 class DitHost(Service):
@@ -23,7 +35,7 @@ class DitHost(Service):
         Raises:
             ConfigError: the device, type or attention kernel cannot be had.
         """
-        self.pool = LocalPool(config)
+        self.pool = make_pool(config)
         self._model = config.models
 
     def register(self, server: grpc.aio.Server) -> list[str]:
@@ -38,7 +50,9 @@ class DitHost(Service):
         ]
 
     async def load(self) -> None:
-        """Read the weights."""
+        """Bring the ranks up."""
+        if isinstance(self.pool, RankPool):
+            self.pool.serving_changed = self.serving_changed
         await self.pool.load()
 
     async def drain(self) -> None:

@@ -43,9 +43,7 @@ class Intake:
 
         Raises:
             AbortedError: a newer attempt of the task is known.
-            UnavailableError: slices are not taken.
         """
-        self.check()
         newest = self._attempts.get(task_id, attempt)
         if attempt < newest:
             raise AbortedError(f"task {task_id!r}: attempt {attempt} is behind {newest}")

@@ -1,7 +1,7 @@
 """A pool takes slices and gives back streams of responses.
 
 `Pool` is what the servicer needs; `LocalPool` is a pool of one rank in this process, whose model
-runs on a thread of its own, so the event loop always answers. `front.py` has the pool of many.
+runs on a thread of its own, so the event loop always answers. `ranks/front.py` has that of many.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from services.dit.rank import Rank
 from services.dit.replies import layout_message, replies
 from services.dit.request import make_slice, parse_group
 from services.dit.stream import SliceStream
+from services.dit.warmup import warm_up
 
 
 class Pool(Protocol):
@@ -96,7 +97,7 @@ class LocalPool:
             ConfigError: the device, type or attention kernel cannot be had.
         """
         self.rank = Rank(config)
-        self._model = config.models
+        self._config, self._model = config, config.models
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dit-rank")
         self._intake = Intake()
         self._number = 0
@@ -106,6 +107,7 @@ class LocalPool:
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._thread, self.rank.load)
+            await warm_up(self._config, [(ALONE.layout, [0])], self._submit)
         except ChituError as error:
             self._intake.state, self._intake.detail = FAILED, str(error)
             raise
@@ -126,6 +128,10 @@ class LocalPool:
 
     def submit(self, order: Order) -> SliceStream:
         """Queue a slice behind the others."""
+        self.check()
+        return self._submit(order)
+
+    def _submit(self, order: Order) -> SliceStream:
         self.check_group(order.start)
         stream = self._intake.open(order.start.task_id, order.start.attempt)
         self._number += 1

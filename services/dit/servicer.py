@@ -9,11 +9,11 @@ from typing import Any
 from chitu_diffusion.config.schema import ModelConfig
 from chitu_diffusion.errors import InvalidRequestError
 from chitu_diffusion.v1 import dit_pb2, dit_pb2_grpc
-from chitu_diffusion.wire import Payload, TensorReceiver, tensor_parts
+from chitu_diffusion.wire import Payload, TensorReceiver
 from services.dit import denoiser
 from services.dit import request as door
 from services.dit.denoiser import make_plan
-from services.dit.forward import FORWARD_TENSORS, parse_forward
+from services.dit.forward import FORWARD_TENSORS, forward_responses, parse_forward
 from services.dit.jobs import Order
 from services.dit.pool import Pool
 from services.dit.replies import planned
@@ -67,11 +67,8 @@ class DitServicer(dit_pb2_grpc.DitServiceServicer):
         if job.attn_type:
             self._pool.check_attention(job.attn_type, "attn_type")
         done = await self._pool.forward(job)
-        for part in tensor_parts("velocity", done.velocity):
-            yield dit_pb2.ForwardResponse(tensor=part)
-        yield dit_pb2.ForwardResponse(
-            done=dit_pb2.ForwardDone(attn_type=done.attn_type, report=done.report)
-        )
+        for response in forward_responses(done):
+            yield response
 
     async def Release(
         self, request: dit_pb2.ReleaseRequest, context: Any

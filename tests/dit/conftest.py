@@ -171,6 +171,7 @@ def make_config(checkpoints: dict[str, Path]) -> Callable[..., Config]:
                 *(f"models.transformer.{size}={getattr(SMALL, size)}" for size in sizes),
                 "infer.device=cpu",
                 "infer.num_threads=1",
+                "services.dit.warmup=off",
                 *overrides,
             ]
         )

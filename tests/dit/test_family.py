@@ -20,9 +20,9 @@ from chitu_diffusion.config.schema import Config, TransformerConfig
 from chitu_diffusion.errors import ConfigError, InvalidRequestError
 from chitu_diffusion.v1 import dit_pb2
 from services.dit import request as door
+from services.dit.jobs import Order
 from services.dit.models import ModelFamily, Transformer, get_family, get_model_class
 from services.dit.models.wan.transformer import WanTransformer
-from services.dit.jobs import Order
 from services.dit.pool import LocalPool
 from tests.dit.slices import latents, run
 

@@ -210,7 +210,7 @@ def test_places_count_through() -> None:
 @pytest.mark.parametrize("tokens", [1, 5, 11, 12])
 def test_parts_are_equal_and_cover_the_sequence(tokens: int) -> None:
     layout, rows = Layout(1, 2, 2), torch.arange(1.0, tokens + 1).view(1, tokens, 1)
-    parts = [SharedForward(layout, n, dict().get, tokens).shard(rows, 1) for n in range(4)]
+    parts = [SharedForward(layout, n, {}.__getitem__, tokens).shard(rows, 1) for n in range(4)]
     assert {part.shape for part in parts} == {(1, -(-tokens // 4), 1)}
     joined = torch.cat(parts, 1).flatten()
     assert torch.equal(joined[:tokens], rows.flatten())

@@ -13,8 +13,9 @@ from tests.e2e.conftest import ROOT
 
 CLASSES = [c for c in vars(schema).values() if dataclasses.is_dataclass(c)]
 
-# Read at the end of a service process; with the line that does it.
+# Read by code that this test does not see; with the line that does it.
 ELSEWHERE = {
+    ("DitConfig", "warmup"): ("chitu_diffusion/config/rules.py", "services.dit.warmup"),
     ("ServicesConfig", "stop_grace_s"): ("chitu_diffusion/rpc/server.py", "services.stop_grace_s"),
 }
 
@@ -38,9 +39,14 @@ def test_every_key_is_read(monkeypatch, tmp_path):
 
     for class_ in CLASSES:
         monkeypatch.setattr(class_, "__getattribute__", recording)
-    for model in ("tiny-wan", "tiny-wan2.2"):
+    for model, ranks in (("tiny-wan", 2), ("tiny-wan2.2", 1)):
         settings = config.load(
-            [f"models={model}", f"orchestrator.results_url={tmp_path}", "infer.num_threads=1"]
+            [
+                f"models={model}",
+                f"distributed.world_size={ranks}",
+                f"orchestrator.results_url={tmp_path}",
+                "infer.num_threads=1",
+            ]
         )
         with embedded(settings) as address, Client(address) as client:
             client.models()

@@ -44,7 +44,7 @@ def test_every_model_composes(model):
         ("infer.diffusion.low_mem_level=4", "infer.diffusion.low_mem_level=4: .* 0 and 3"),
         ("infer.diffusion.low_mem_level=x", "infer.diffusion.low_mem_level=x: must be an integer"),
         ("infer.attn_type=sage2", "must be one of 'auto', 'sdpa', 'flash_attn', 'sage', 'sparge'"),
-        ("distributed.cfg_size=3", "between 1 and 2"),
+        ("distributed.cfg_size=3", "between 0 and 2"),
         ("distributed.ulysses_degree=4", "must divide models.transformer.num_heads=6"),
         ("services.stop_grace_s=nan", "between 0 and 3600"),
         ("services.stop_grace_s=inf", "between 0 and 3600"),

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -42,8 +43,10 @@ def values_of(key: str, field: dataclasses.Field) -> st.SearchStrategy:
         values = (st.floats if "float" in field.type else st.integers)(*rule["range"])
     elif name == "device":
         values = st.sampled_from(["auto", "cpu", "cuda", "cuda:3"])
-    elif name in ("listen", "address"):
+    elif name.endswith(("listen", "address", "rendezvous")):
         values = ADDRESS | st.just("unix:/run/a")
+    elif name == "warmup":
+        values = st.sampled_from(["default", "off"])
     else:
         values = TEXT.filter(rule["holds"])
     return st.none() | values if "None" in field.type else values
@@ -60,7 +63,22 @@ def trees(draw):
     transformer["hidden_size"] = heads * 2 * draw(st.integers(1, 65536 // (2 * heads)))
     transformer["freq_dim"] -= transformer["freq_dim"] % 2
     divisors = [degree for degree in range(1, heads + 1) if heads % degree == 0]
-    tree["distributed"]["ulysses_degree"] = draw(st.sampled_from(divisors))
+    distributed = tree["distributed"]
+    distributed["ulysses_degree"] = draw(st.sampled_from([0, *divisors]))
+    degrees = [distributed[name] or 1 for name in ("cfg_size", "ulysses_degree")]
+    most = max(1, 1024 // math.prod(degrees))
+    distributed["ring_degree"] = draw(st.integers(0, most))
+    size = math.prod(degrees) * (distributed["ring_degree"] or 1)
+    distributed["world_size"] = size * draw(st.integers(0, max(1, 1024 // size)))
+    world = distributed["world_size"] or size
+    assume(world <= 1024)
+    nodes = [nodes for nodes in range(1, world + 1) if world % nodes == 0]
+    distributed["nodes"] = draw(st.sampled_from(nodes))
+    if distributed["nodes"] > 1:
+        distributed["rendezvous"] = "node-0:29400"
+        tree["services"]["dit"]["ranks_listen"] = "0.0.0.0:50062"
+    if world > 1 and ":" in tree["infer"]["device"]:
+        tree["infer"]["device"] = "cuda"
     two_experts = draw(st.booleans())
     tree["models"]["boundary_ratio"] = draw(st.floats(0.001, 0.999)) if two_experts else None
     defaults = tree["models"]["request_defaults"]

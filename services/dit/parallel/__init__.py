@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from services.dit.attention import Attention
-from services.dit.parallel.layout import Layout, Place, auto_layout
+from services.dit.parallel.layout import Layout, Place, auto_layout, configured, offered
 
 __all__ = [
     "ALONE",
@@ -23,6 +23,8 @@ __all__ = [
     "Place",
     "SequenceParallel",
     "auto_layout",
+    "configured",
+    "offered",
 ]
 
 

@@ -9,24 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import init_device_mesh
 
-from chitu_diffusion.errors import ConfigError, UnavailableError
+from chitu_diffusion.errors import ConfigError
 from chitu_diffusion.parallel import ParallelGroups
 from services.dit.parallel.layout import Layout
+from services.dit.parallel.peers import Peers
 from services.dit.parallel.shared import SharedForward
-
-_OPEN_TIMEOUT = timedelta(seconds=60)
-"""To find the other members; they have their orders at about the same time."""
-
-Peers = Any
-"""A torch process group without a name: `dist.ProcessGroupGloo` or `dist.ProcessGroupNCCL`."""
 
 
 class RankGroup:
@@ -42,29 +35,20 @@ class RankGroup:
             device: where the tensors are.
 
         Raises:
-            UnavailableError: a member did not come.
+            PeersLeftError: a member did not come.
         """
         self.layout, self.position = layout, position
-        self._peers: dict[str, Peers] = {}
-        try:
-            self._peers = _open_all(store, layout, position, device)
-        except RuntimeError as error:  # of the store or the connections
-            failure = UnavailableError(f"the ranks of the slice did not meet: {error}")
-        else:
-            return
-        raise failure
+        self._peers = _open_all(store, layout, position, device)
 
     def tell(self, facts: Sequence[int]) -> list[list[int]]:
         """Give every rank the integers of all, by position."""
-        mine = torch.tensor(facts, dtype=torch.int64)
-        told = torch.empty((self.layout.size, len(facts)), dtype=torch.int64)
-        self._peers["told"]._allgather_base(told.view(-1), mine).wait()
+        told = self._peers["told"].all_gather(torch.tensor(facts, dtype=torch.int64))
         rows: list[list[int]] = told.tolist()
         return rows
 
     def share(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite `tensor`, which is contiguous, with that of the rank at `source`."""
-        self._peers["all"].broadcast(tensor, source).wait()
+        self._peers["all"].broadcast(tensor, source)
 
     def parallel(self, num_tokens: int) -> SharedForward:
         """Take this rank's share of forwards over so many tokens."""
@@ -72,13 +56,13 @@ class RankGroup:
 
     def abort(self) -> None:
         """End collectives that this rank waits in; from any thread. Gloo notices by itself."""
-        for peers in {id(peers): peers for peers in self._peers.values()}.values():
-            if isinstance(peers, dist.ProcessGroupNCCL):
-                peers.abort()
+        for peers in list(self._peers.values()):
+            peers.abort()
 
     def close(self) -> None:
-        """Let go of the connections. Members that wait in a collective get an error."""
-        self._peers.clear()
+        """Let go of the connections."""
+        for peers in self._peers.values():
+            peers.close()
 
 
 def _open_all(
@@ -91,13 +75,13 @@ def _open_all(
         key = (kind, tuple(members))
         if key not in opened:
             own = PrefixStore(f"{kind} {'-'.join(map(str, members))}", store)
-            opened[key] = _open(own, members.index(position), len(members), kind, device)
+            opened[key] = Peers(own, members.index(position), len(members), torch.device(kind))
         return opened[key]
 
     directions = {"told": peers(range(layout.size), "cpu")}
     for name, members in _directions(layout, position).items():
         if len(members) > 1:
-            directions[name] = peers(members, device.type)
+            directions[name] = peers(members, str(device))
     return directions
 
 
@@ -114,15 +98,6 @@ def _directions(layout: Layout, position: int) -> dict[str, list[int]]:
         ],
         "ring": [layout.position(replace(place, ring_rank=n)) for n in range(layout.ring_degree)],
     }
-
-
-def _open(store: Store, rank: int, size: int, kind: str, device: torch.device) -> Peers:
-    if kind == "cpu":
-        return dist.ProcessGroupGloo(store, rank, size, _OPEN_TIMEOUT)
-    options = dist.ProcessGroupNCCL.Options()
-    peers = dist.ProcessGroupNCCL(store, rank, size, options)
-    peers.eager_connect_single_device(device)
-    return peers
 
 
 class GroupBook:
@@ -142,7 +117,7 @@ class GroupBook:
             epoch: rises; groups of older ones are closed.
 
         Raises:
-            UnavailableError: a member did not come.
+            PeersLeftError: a member did not come.
         """
         if epoch > self._epoch:
             self.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from chitu_diffusion.config.schema import DistributedConfig
+
 
 @dataclass(frozen=True)
 class Place:
@@ -66,7 +68,40 @@ def auto_layout(num_ranks: int, num_heads: int, *, cfg: bool = True) -> Layout:
         num_heads: attention heads of the model.
         cfg: whether the task has a negative branch.
     """
-    cfg_size = 2 if cfg and num_ranks % 2 == 0 else 1
-    cp_size = num_ranks // cfg_size
-    ulysses = math.gcd(cp_size, num_heads)
-    return Layout(cfg_size, ulysses, cp_size // ulysses)
+    return _filled(num_ranks, num_heads, (0 if cfg else 1, 0, 0))
+
+
+def configured(distributed: DistributedConfig, num_heads: int) -> tuple[int, Layout]:
+    """The number of ranks of a pool, and the layout of a slice that names none."""
+    degrees = (distributed.cfg_size, distributed.ulysses_degree, distributed.ring_degree)
+    world_size = distributed.world_size or math.prod(degree or 1 for degree in degrees)
+    return world_size, _filled(world_size, num_heads, degrees)
+
+
+def _filled(num_ranks: int, num_heads: int, degrees: tuple[int, int, int]) -> Layout:
+    """Choose the degrees that are 0, one after the other."""
+    cfg_size, ulysses, ring = degrees
+    left = num_ranks // math.prod(degree or 1 for degree in degrees)
+    if not cfg_size:
+        cfg_size = 2 if left % 2 == 0 else 1
+        left //= cfg_size
+    if not ulysses:
+        ulysses = math.gcd(left, num_heads)
+        left //= ulysses
+    return Layout(cfg_size, ulysses, ring or left)
+
+
+def offered(world_size: int, num_heads: int, default: Layout) -> list[tuple[Layout, range]]:
+    """The groups that a pool prepares: the default, and `auto` for every size that divides it.
+
+    Each is a block of neighbours, so that groups of one layout fill the pool side by side.
+    """
+    layouts = [default]
+    for size in range(world_size, 0, -1):
+        if world_size % size == 0:
+            layouts += [auto_layout(size, num_heads, cfg=cfg) for cfg in (True, False)]
+    return [
+        (layout, range(first, first + layout.size))
+        for layout in dict.fromkeys(layouts)
+        for first in range(0, world_size, layout.size)
+    ]

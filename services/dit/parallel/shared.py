@@ -10,33 +10,30 @@ masked: keys and values end where the sequence does, and rows of padding are dro
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from services.dit.attention import Attention, needs_lse
 from services.dit.parallel.layout import Layout
-
-Work = Any
-"""A `torch.distributed.Work`."""
+from services.dit.parallel.peers import Peers, Pending
 
 
 class SharedForward:
     """One rank's share of forwards over `num_tokens` tokens."""
 
     def __init__(
-        self, layout: Layout, position: int, group_of: Callable[[str], Any], num_tokens: int
+        self, layout: Layout, position: int, peers: Callable[[str], Peers], num_tokens: int
     ) -> None:
         """Take what is this rank's.
 
         Args:
             layout: of the group.
             position: of this rank in it.
-            group_of: the process group of a direction: "cfg", "cp", "ulysses" or "ring".
+            peers: the ranks of a direction: "cfg", "cp", "ulysses" or "ring".
             num_tokens: of the whole sequence.
         """
-        self._layout, self._group_of, self._num_tokens = layout, group_of, num_tokens
+        self._layout, self._peers, self._num_tokens = layout, peers, num_tokens
         self._place = layout.place(position)
         self._cp_rank = position % layout.cp_size
         self._part = -(-num_tokens // layout.cp_size)
@@ -51,7 +48,7 @@ class SharedForward:
         """Exchange the branches, if they are on different ranks."""
         if self._layout.cfg_size == 1:
             return velocities
-        return self._all_gather("cfg", velocities).flatten(0, 1)
+        return self._peers("cfg").all_gather(velocities).flatten(0, 1)
 
     def shard(self, tokens: torch.Tensor, dim: int) -> torch.Tensor:
         """Take this rank's part; what is beyond the last token is zero."""
@@ -68,7 +65,7 @@ class SharedForward:
         """Join the parts and drop the padding."""
         if self._layout.cp_size == 1:
             return tokens
-        parts = self._all_gather("cp", tokens.movedim(dim, 0))
+        parts = self._peers("cp").all_gather(tokens.movedim(dim, 0))
         return parts.flatten(0, 1)[: self._num_tokens].movedim(0, dim)
 
     def attend(
@@ -79,24 +76,23 @@ class SharedForward:
             return self._over_ring(attention, q, k, v)
         # v is sent first: it is ready before the others. All three are under way together.
         arriving = [self._to_heads(x) for x in (v, q, k)]
-        v, q, k = (_as_segment(buffer, work) for buffer, work in arriving)
+        v, q, k = (_as_segment(buffer, pending) for buffer, pending in arriving)
         return self._to_tokens(self._over_ring(attention, q, k, v))
 
-    def _to_heads(self, x: torch.Tensor) -> tuple[torch.Tensor, Work]:
+    def _to_heads(self, x: torch.Tensor) -> tuple[torch.Tensor, Pending]:
         """Begin to exchange (B, S, H, D) for (U, B, S, H / U, D): some heads of U parts."""
         degree = self._layout.ulysses_degree
         b, s, heads, d = x.shape
         parts = x.reshape(b, s, degree, heads // degree, d).movedim(2, 0).contiguous()
-        received = torch.empty_like(parts)
-        return received, self._group_of("ulysses").alltoall_base(received, parts, [], [])
+        return self._peers("ulysses").exchange(parts)
 
     def _to_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Exchange (B, U * S, H / U, D) for (B, S, H, D)."""
         degree = self._layout.ulysses_degree
         b, s, heads, d = x.shape
         parts = x.reshape(b, degree, s // degree, heads, d).movedim(1, 0).contiguous()
-        received = torch.empty_like(parts)
-        self._group_of("ulysses").alltoall_base(received, parts, [], []).wait()
+        received, pending = self._peers("ulysses").exchange(parts)
+        pending.wait()
         return received.movedim(0, 2).flatten(2, 3)
 
     def _valid(self, ring_rank: int) -> int:
@@ -117,46 +113,23 @@ class SharedForward:
         attended, lse = None, None
         for turn in range(degree):
             last = turn == degree - 1
-            arriving = None if last else self._pass_on(passing)
+            arriving = None if last else self._peers("ring").pass_on(passing, mine)
             valid = self._valid((mine - turn) % degree)
             if valid:
                 k, v = passing[:, :, :valid]
                 part, part_lse = kernel.with_lse(q, k, v)
                 attended, lse = _merge(attended, lse, part, part_lse)
             if arriving is not None:
-                received, work = arriving
-                work.wait()
+                received, pending = arriving
+                pending.wait()
                 passing = received
         assert attended is not None  # the first segment always has a token
         return attended.to(q.dtype)
 
-    def _pass_on(self, passing: torch.Tensor) -> tuple[torch.Tensor, Work]:
-        """Begin to send to the next rank of the ring and to receive from the one before.
 
-        An all-to-all with one full and otherwise empty parts: unlike a pair of sends and receives
-        it cannot be entered in an order that blocks.
-        """
-        degree, mine = self._layout.ring_degree, self._place.ring_rank
-        received = torch.empty_like(passing)
-        rows = passing.numel()
-        to_next, from_before = [0] * degree, [0] * degree
-        to_next[(mine + 1) % degree] = rows
-        from_before[(mine - 1) % degree] = rows
-        ring = self._group_of("ring")
-        work = ring.alltoall_base(received.view(-1), passing.view(-1), from_before, to_next)
-        return received, work
-
-    def _all_gather(self, direction: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Stack a tensor of every rank in that direction."""
-        group = self._group_of(direction)
-        parts = tensor.new_empty((group.size(), *tensor.shape))
-        group._allgather_base(parts.view(-1), tensor.contiguous().view(-1)).wait()
-        return parts
-
-
-def _as_segment(received: torch.Tensor, work: Work) -> torch.Tensor:
+def _as_segment(received: torch.Tensor, pending: Pending) -> torch.Tensor:
     """Wait for (U, B, S, h, D) and see it as (B, U * S, h, D); without a copy when B is 1."""
-    work.wait()
+    pending.wait()
     return received.movedim(0, 1).flatten(1, 2)
 
 
