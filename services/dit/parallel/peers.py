@@ -47,7 +47,7 @@ class Peers:
         Raises:
             PeersLeftError: one did not come.
         """
-        self._size = size
+        self._size, self._device = size, device
         self._group: Any
         try:
             if device.type == "cpu":
@@ -89,8 +89,9 @@ class Peers:
 
     def abort(self) -> None:
         """End collectives that this rank waits in; from any thread."""
-        if self._group is not None and isinstance(self._group, dist.ProcessGroupNCCL):
-            self._group.abort()
+        group = self._group
+        if self._device.type == "cuda" and group is not None:  # gloo notices by itself
+            group.abort()
 
     def close(self) -> None:
         """Let go of the connections: members that wait in a collective get an error."""

@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 _SILENCE_S, _LOADING_SILENCE_S = 5.0, 60.0
 """Without a sign of life a rank is lost; reading weights can hold up its heartbeat."""
-_GONE_S = 4.0
-"""For dismissed ranks to end, and for torchrun to kill those that cannot."""
+_GONE_S = 2.0
+"""For dismissed ranks to end. torchrun would wait half a minute for one that is stopped."""
 _START_S = 300.0
 """For started ranks to join."""
 _PROGRESS_EVERY_S = 10.0

@@ -439,7 +439,7 @@ class RankPool:
         job.open.discard(rank)
         job.progressed = time.monotonic()
         if ended.HasField("failure"):
-            if not job.failures:
+            if ended.group_closed and not job.failures:
                 abort = rank_pb2.Cancel(number=job.number)
                 for other in job.open:
                     self._send(other, [rank_pb2.AttachResponse(abort=abort)])

@@ -17,6 +17,7 @@ from services.dit.ranks import ADDRESS, CONFIG, SECRET
 
 log = logging.getLogger(__name__)
 
+RANK_MODULE = "services.dit.ranks.process"
 _PATIENCE_S = 5.0
 _RESTARTS = 3
 """That torchrun makes by itself. After the last one it ends, and is started again."""
@@ -52,14 +53,12 @@ class Launcher:
                 *self._meeting(),
                 *("--nproc-per-node", str(per_node)),
                 *("--max-restarts", str(_RESTARTS), "--monitor-interval", "0.1"),
-                *("-m", "services.dit.ranks.process"),
+                *("-m", RANK_MODULE),
             ],
             stdin=subprocess.DEVNULL,
             stdout=2,  # standard output belongs to the service
             env={
                 "OMP_NUM_THREADS": threads,
-                # From SIGTERM to SIGKILL: a rank has nothing to save.
-                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1",
                 **os.environ,
                 **self._environment,
             },

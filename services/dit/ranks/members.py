@@ -45,9 +45,8 @@ class Member:
         self._outgoing.put_nowait(messages)
 
     def dismiss(self, *, restart: bool) -> None:
-        """Tell it to end its process."""
+        """Tell it to end its process; its call ends with that."""
         self.send([rank_pb2.AttachResponse(leave=rank_pb2.Leave(restart=restart))])
-        self.hang_up()
 
     def hang_up(self) -> None:
         """End the call behind what is to be sent."""
