@@ -178,7 +178,7 @@ async def _run(make_service: Callable[[Config], Service], config: Config) -> int
     print(json.dumps({"service": service.name, "address": server.address}), flush=True)
     loading = asyncio.create_task(server.load())
     stopping = asyncio.create_task(stop.wait())
-    watching = asyncio.create_task(_watch_parent(stop))
+    watching = asyncio.create_task(_watch_parent(stop, now))
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     try:
         if loading.done():
@@ -217,7 +217,7 @@ def _on_signals(stop: asyncio.Event, now: asyncio.Event) -> None:
         loop.add_signal_handler(number, on_signal)
 
 
-async def _watch_parent(stop: asyncio.Event) -> None:
+async def _watch_parent(stop: asyncio.Event, now: asyncio.Event) -> None:
     parent = os.environ.get(PARENT_PID)
     if parent is None:
         return
@@ -225,3 +225,4 @@ async def _watch_parent(stop: asyncio.Event) -> None:
         await asyncio.sleep(0.5)
     log.warning("the process that started this one is gone: stopping")
     stop.set()
+    now.set()  # running calls were that process's too

@@ -50,7 +50,7 @@ _STALL_STEPS = 10
 """So many steps' time without a step, and ranks are taken for stuck."""
 _LEAVE_S = 10.0
 """For the other ranks to come out of a slice that failed on one."""
-_CLOSE_S = 10.0
+_CLOSE_S = 5.0
 """For running slices to come to a step boundary at shutdown."""
 _UNKNOWN_STEP_S = 60.0
 """Of a step, before any was measured."""
@@ -116,6 +116,7 @@ class RankPool:
         self._waiting: dict[SliceStream, Turn] = {}
         self._calls: dict[Turn, Callable[[ChituError | None], None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing: asyncio.Future[None] | None = None
         self._up = False
         """Whether a lost rank is to be replaced: all were there."""
         self.serving_changed: Callable[[bool], None] = lambda serving: None
@@ -556,7 +557,12 @@ class RankPool:
         self._intake.drain()
 
     async def close(self) -> None:
-        """End what runs at its next step boundary, then all ranks."""
+        """End what runs at its next step boundary, then all ranks; once, however often called."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         self.drain()
         self._up = False
         self._intake.cancel_all()
