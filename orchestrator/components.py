@@ -163,6 +163,19 @@ class DitPool(Component):
 
         return await _one_tensor(_responses(self._stub.Forward(requests())), self.name)
 
+    async def plan(self, params: dit_pb2.DenoiseParams) -> dit_pb2.PlanResponse:
+        """Every step that a denoise would do."""
+        with _chitu_errors():
+            return await self._facts.Plan(
+                dit_pb2.PlanRequest(params=params), timeout=_STATUS_TIMEOUT_S
+            )
+
+    async def release(self, task_id: str) -> None:
+        """Free the state that a task has left there."""
+        with _chitu_errors():
+            request = dit_pb2.ReleaseRequest(task_id=task_id)
+            await self._facts.Release(request, timeout=_STATUS_TIMEOUT_S)
+
     def denoise(
         self, start: dit_pb2.DenoiseStart, tensors: Iterable[Payload]
     ) -> AsyncGenerator[dit_pb2.DenoiseResponse, None]:

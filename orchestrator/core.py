@@ -24,10 +24,11 @@ from chitu_diffusion.v1 import component_pb2, dit_pb2
 from orchestrator.artifacts import ArtifactStore
 from orchestrator.components import Component, DitPool, TextEncoder, Vae
 from orchestrator.generator import Generator
+from orchestrator.placement import Placement
 from orchestrator.runner import TaskRunner
 from orchestrator.scheduler import DiffusionScheduler
 from orchestrator.store import TaskStore
-from orchestrator.task import Task
+from orchestrator.task import DENOISE, Task
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +52,16 @@ class BackendCore:
         self.model = config.models
         self.text_encoder = TextEncoder(services.encoder.address or services.encoder.listen)
         self.dit = DitPool(services.dit.address or services.dit.listen)
+        """The DiT pool, or that of the high-noise expert."""
+        low = services.dit.low_noise_address
+        self.dits = (self.dit,) if low is None else (self.dit, DitPool(low))
+        """All DiT pools, in the order of the experts."""
         self.vae = Vae(services.vae.address or services.vae.listen)
         self.artifacts = ArtifactStore(settings.results_url)
         self.store = TaskStore(settings.max_finished_tasks, self._on_delete)
         self.scheduler = DiffusionScheduler()
         self.generator = Generator(
-            self.text_encoder, self.dit, self.vae, self.artifacts, settings.slice_steps
+            self.text_encoder, self.dits, self.vae, self.artifacts, settings.slice_steps
         )
         self._runner = TaskRunner(
             self.model,
@@ -66,6 +71,7 @@ class BackendCore:
             self.generator,
             settings.max_queued_tasks,
         )
+        self._ranks_per_task = settings.ranks_per_task
         self._connect_timeout_s = settings.connect_timeout_s
         self.attn_type = ""
         """Attention back end of the DiT pool; known once it is connected."""
@@ -74,7 +80,7 @@ class BackendCore:
     @property
     def components(self) -> tuple[Component, ...]:
         """The model hosts."""
-        return (self.text_encoder, self.dit, self.vae)
+        return (self.text_encoder, *self.dits, self.vae)
 
     @property
     def runner(self) -> TaskRunner:
@@ -95,10 +101,15 @@ class BackendCore:
 
         Raises:
             DeadlineError: one is not within orchestrator.connect_timeout_s.
+            PreconditionError: a DiT pool has no groups of orchestrator.ranks_per_task.
         """
         for component in self.components:
             await self._wait_for(component)
-        self.attn_type = (await self.dit.pool()).attn_type
+        pools = {dit: await dit.pool() for dit in self.dits}
+        placements = {dit: Placement(self._ranks_per_task, pool) for dit, pool in pools.items()}
+        self.generator.placements = placements
+        self.scheduler.widen(DENOISE, sum(placement.places for placement in placements.values()))
+        self.attn_type = pools[self.dit].attn_type
         self.state = BackendState.Initialized
 
     async def _wait_for(self, component: Component) -> None:

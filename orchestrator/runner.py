@@ -196,6 +196,7 @@ class TaskRunner:
 
     def _ended(self, task: Task) -> None:
         self._scheduler.remove(task)
+        self._generator.forget(task)
         self._store.ended(task)
 
     def _tell_positions(self) -> None:

@@ -35,6 +35,10 @@ class DiffusionScheduler:
         self._order: dict[str, int] = {}
         self._accepted = 0
 
+    def widen(self, stage: pb.Stage.ValueType, places: int) -> None:
+        """Let so many tasks be in a stage at the same time."""
+        self._lanes[stage].places = places
+
     def submit(self, task: Task) -> None:
         """Let a task wait for its next stage."""
         if task.id not in self._order:

@@ -17,8 +17,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from chitu_diffusion import __version__
 from chitu_diffusion.errors import ChituError
+from chitu_diffusion.v1 import dit_pb2, vae_pb2
 from chitu_diffusion.v1 import generation_pb2 as pb
-from chitu_diffusion.v1 import vae_pb2
 from chitu_diffusion.wire import Payload
 
 QUEUED = pb.TASK_STATE_QUEUED
@@ -42,6 +42,10 @@ class Work:
     latents: Payload | None = None
     next_step: int = 0
     """Denoise steps done."""
+    solver_state: dit_pb2.SolverState | None = None
+    """Set while the state is here, on its way from one pool to another."""
+    state_tensors: tuple[Payload, ...] = ()
+    """Latents and the solver's memory, with `solver_state`."""
 
 
 @dataclass(eq=False)

@@ -23,6 +23,7 @@ def problems(config: Config) -> Iterator[Problem]:
     if not found:  # the rules between fields suppose that each field is right
         yield from _model_problems(config.models)
         yield from _pool_problems(config)
+        yield from _expert_problems(config)
         yield from _warmup_problems(config)
 
 
@@ -88,6 +89,18 @@ def _pool_problems(config: Config) -> Iterator[Problem]:
                     f"must be host:port with a fixed port for distributed.nodes={distributed.nodes}"
                 )
                 yield Problem(key, f"={value!r}", rule)
+
+
+def _expert_problems(config: Config) -> Iterator[Problem]:
+    if config.models.boundary_ratio is not None:
+        return
+    dit = config.services.dit
+    if dit.expert != "all":
+        rule = f"must be 'all', as {config.models.name} has one"
+        yield Problem("services.dit.expert", f"={dit.expert!r}", rule)
+    if dit.low_noise_address is not None:
+        rule = f"must be unset, as {config.models.name} has one expert"
+        yield Problem("services.dit.low_noise_address", f"={dit.low_noise_address!r}", rule)
 
 
 def _warmup_problems(config: Config) -> Iterator[Problem]:

@@ -199,6 +199,10 @@ class DitConfig:
     """Where it listens: host:port (port 0 = any free one) or unix:PATH."""
     address: str | None = endpoint(None)
     """Where the orchestrator finds it; unset = the local one at `listen`."""
+    expert: str = one_of("all", ("all", "high_noise", "low_noise"))
+    """What it hosts of a model with two experts: "all", "high_noise" or "low_noise"."""
+    low_noise_address: str | None = endpoint(None)
+    """Where the orchestrator finds the pool of the low-noise expert; unset = the same pool."""
     ranks_listen: str | None = endpoint(None)
     """Where it listens for its own ranks; unset = a private socket, for ranks on this host."""
     ranks_address: str | None = endpoint(None)
@@ -258,6 +262,8 @@ class OrchestratorConfig:
     """Ended tasks that are kept; the oldest are deleted with their files."""
     slice_steps: int = within(0, 0, 1000)
     """Denoise steps in a slice; 0 = all steps of the task."""
+    ranks_per_task: int = within(0, 0, 1024)
+    """Ranks that a task is denoised on; 0 = all of the pool, one task at a time."""
     connect_timeout_s: float = within(0.0, 0, 86_400)
     """Seconds to wait for the model hosts at start-up; 0 = as long as it takes."""
 

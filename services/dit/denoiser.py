@@ -175,7 +175,7 @@ class Denoiser:
 
     def from_noise(self, plan: Plan) -> TaskState:
         """Start a task. The noise is drawn on the CPU, so it is the same on every device."""
-        channels = self._experts[0].config.in_channels
+        channels = self._experts.in_channels
         generator = torch.Generator().manual_seed(plan.params.seed)
         noise = torch.randn((1, channels, *plan.params.grid), generator=generator)
         return TaskState(plan, noise.to(self._device), make_solver(plan.grid))

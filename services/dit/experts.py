@@ -6,14 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
-from chitu_diffusion.config.schema import ModelConfig
+from chitu_diffusion.config.schema import Config
 from services.common.placement import move_module
 from services.dit.models import Transformer
 
+_HOSTED = {"all": (0, 1), "high_noise": (0,), "low_noise": (1,)}
 
-def component_names(model: ModelConfig) -> list[str]:
-    """Names of a model's transformers, in order."""
-    return ["transformer"] if model.boundary_ratio is None else ["transformer", "transformer_2"]
+
+def hosted(config: Config) -> dict[str, int]:
+    """Names and positions of the transformers that a pool hosts, of the one or two of its model."""
+    if config.models.boundary_ratio is None:
+        return {"transformer": 0}
+    names = ("transformer", "transformer_2")
+    return {names[position]: position for position in _HOSTED[config.services.dit.expert]}
 
 
 class Experts:
@@ -29,17 +34,26 @@ class Experts:
         models: Sequence[Transformer],
         device: torch.device,
         home: torch.device | None = None,
+        first: int = 0,
     ) -> None:
-        """Take models that are at `home`; by default that is the device."""
-        self._models = list(models)
+        """Take models that are at `home`; by default that is the device.
+
+        `first` is the position of the first one: 1 when low noise is the only one here.
+        """
+        self._models = dict(enumerate(models, first))
         self.device = device
         """Where they compute."""
-        self._homes = [home or device for _ in models]
-        self.where = list(self._homes)
-        """Where each is now."""
+        self._homes = dict.fromkeys(self._models, home or device)
+        self.where = dict(self._homes)
+        """Where each is now, by position."""
 
     def __len__(self) -> int:
         return len(self._models)
+
+    @property
+    def in_channels(self) -> int:
+        """Channels of the latents."""
+        return next(iter(self._models.values())).config.in_channels
 
     def __getitem__(self, index: int) -> Transformer:
         """A transformer, wherever it is."""
@@ -51,7 +65,7 @@ class Experts:
         Raises:
             OutOfMemoryError: it does not fit; it is where it was.
         """
-        for other in range(len(self._models)):
+        for other in self._models:
             if other != index:
                 self._bring(other, self._homes[other])
         self._bring(index, self.device)
@@ -59,7 +73,7 @@ class Experts:
 
     def rest(self) -> None:
         """Send every transformer home."""
-        for index, home in enumerate(self._homes):
+        for index, home in self._homes.items():
             self._bring(index, home)
 
     def settle(self, index: int, target: str) -> None:

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from chitu_diffusion.config.schema import ModelConfig
+from chitu_diffusion.config.schema import Config, ModelConfig
 from chitu_diffusion.errors import NotFoundError, Violation
 from chitu_diffusion.v1 import dit_pb2
 from chitu_diffusion.wire import Payload, tensor_parts
 from services.dit.attention import ATTN_TYPES
-from services.dit.experts import component_names
+from services.dit.experts import hosted
 from services.dit.jobs import Forward, ForwardDone
 from services.dit.rules import FLOATS, listed, not_finite, refuse
 from services.dit.solvers.grid import TRAIN_TIMESTEPS
 
 
 def parse_forward(
-    start: dit_pb2.ForwardStart, payloads: Mapping[str, Payload], model: ModelConfig
+    start: dit_pb2.ForwardStart, payloads: Mapping[str, Payload], config: Config
 ) -> Forward:
     """Check a forward's opening message and its tensors.
 
     Raises:
         InvalidRequestError: names every field and tensor that breaks a rule.
-        NotFoundError: the model has no such transformer.
+        NotFoundError: the pool has no such transformer.
     """
-    names = component_names(model)
+    names = hosted(config)
     if start.component not in names:
         raise NotFoundError(f"no component {start.component!r}: there are {', '.join(names)}")
-    refuse([*_forward_problems(start, payloads, model)])
+    refuse([*_forward_problems(start, payloads, config.models)])
     tensors = {name: payload.to_torch() for name, payload in payloads.items()}
     refuse(not_finite(tensors))
     return Forward(
-        expert=names.index(start.component),
+        expert=names[start.component],
         hidden_states=tensors["hidden_states"],
         timestep=start.timestep,
         prompt_embeds=tensors["encoder_hidden_states"][0],

@@ -36,11 +36,11 @@ class DitHost(Service):
             ConfigError: the device, type or attention kernel cannot be had.
         """
         self.pool = make_pool(config)
-        self._model = config.models
+        self._config = config
 
     def register(self, server: grpc.aio.Server) -> list[str]:
         """Add both servicers."""
-        dit_pb2_grpc.add_DitServiceServicer_to_server(DitServicer(self.pool, self._model), server)
+        dit_pb2_grpc.add_DitServiceServicer_to_server(DitServicer(self.pool, self._config), server)
         component_pb2_grpc.add_ComponentServiceServicer_to_server(
             ComponentServicer(self.pool), server
         )

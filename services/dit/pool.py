@@ -18,7 +18,7 @@ from chitu_diffusion.errors import CancelledTaskError, ChituError, ComponentErro
 from chitu_diffusion.v1 import component_pb2, dit_pb2
 from services.common.memory import process_memory
 from services.dit.denoiser import Checkpoint
-from services.dit.experts import component_names
+from services.dit.experts import hosted
 from services.dit.intake import FAILED, LOADING, READY, Intake
 from services.dit.jobs import Forward, ForwardDone, Order
 from services.dit.parallel import ALONE
@@ -182,10 +182,10 @@ class LocalPool:
     async def move(self, name: str, target: str) -> component_pb2.Component:
         """Give a transformer another home, on the rank's thread."""
         self.check()
-        position = component_names(self._model).index(name)
+        position = hosted(self._config)[name]
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self.rank.experts.settle, position, target)
-        return self.components()[position]
+        return next(part for part in self.components() if part.name == name)
 
     def describe(self) -> dit_pb2.GetPoolResponse:
         """Tell the one rank."""

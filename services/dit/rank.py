@@ -36,7 +36,7 @@ from services.common.placement import (
 )
 from services.dit.attention import Attention, select
 from services.dit.denoiser import Checkpoint, Denoiser, Plan, Prompts, TaskState
-from services.dit.experts import Experts, component_names
+from services.dit.experts import Experts, hosted
 from services.dit.flexcache import NoCache
 from services.dit.guidance import Execution, guided_velocity
 from services.dit.jobs import Event, Forward, ForwardDone, Slice, SliceDone, Source
@@ -63,6 +63,7 @@ class Rank:
             ConfigError: the device, type or attention kernel cannot be had.
         """
         self._model = config.models
+        self._hosted = hosted(config)
         self._family = get_family(config.models.type)
         self.device = resolve_device(config.infer.device)
         self.dtype = resolve_dtype(config.infer.dtype, self.device)
@@ -95,8 +96,9 @@ class Rank:
         two = self._model.boundary_ratio is not None
         folders = self._family.expert_folders(Path(self._model.ckpt_dir), two)
         try:
-            models = [self._read(folder) for folder in folders]
-            self.experts = Experts(models, self.device, self.home)
+            models = [self._read(folders[position]) for position in self._hosted.values()]
+            first = min(self._hosted.values())
+            self.experts = Experts(models, self.device, self.home, first)
         except Exception as error:
             failure = _named(error)
         else:
@@ -344,8 +346,8 @@ class Rank:
     ) -> list[component_pb2.Component]:
         """Describe the transformers; counts are 0 until their weights are here."""
 
-        def component(position: int, name: str) -> component_pb2.Component:
-            loaded = position < len(self.experts)
+        def component(name: str, position: int) -> component_pb2.Component:
+            loaded = len(self.experts) > 0
             parameters = list(self.experts[position].parameters()) if loaded else []
             return component_pb2.Component(
                 name=name,
@@ -359,7 +361,7 @@ class Rank:
                 detail=detail,
             )
 
-        return [component(*entry) for entry in enumerate(component_names(self._model))]
+        return [component(*entry) for entry in self._hosted.items()]
 
     def close(self) -> None:
         """Free models and states."""

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from chitu_diffusion.config.schema import ModelConfig
+from chitu_diffusion.config.schema import Config, ModelConfig
 from chitu_diffusion.errors import PreconditionError, Violation
 from chitu_diffusion.v1 import dit_pb2
 from chitu_diffusion.wire import Payload
 from services.dit.attention import ATTN_TYPES
 from services.dit.denoiser import Checkpoint, DenoiseParams, Plan, make_plan
+from services.dit.experts import hosted
 from services.dit.jobs import Order, Slice, Source
 from services.dit.models import get_family
 from services.dit.parallel import Layout
@@ -111,15 +112,23 @@ def _guidance_problems(name: str, scale: float) -> Iterator[Violation]:
         yield Violation(f"params.{name}", f"{scale}: must be >= 0 and finite")
 
 
-def parse_start(start: dit_pb2.DenoiseStart, model: ModelConfig) -> Plan:
+def parse_start(start: dit_pb2.DenoiseStart, config: Config) -> Plan:
     """Check a slice's opening message but for its group, and plan its task.
 
     Raises:
         InvalidRequestError: names every field that breaks a rule.
-        PreconditionError: it asks for previews.
+        PreconditionError: it asks for previews, or for an expert that is not here.
     """
-    plan = make_plan(parse_params(start.params, model))
+    plan = make_plan(parse_params(start.params, config.models))
     refuse([*_range_problems(start), *_source_problems(start)])
+    here = hosted(config).values()
+    for step in plan.steps[start.first_step : start.end_step]:
+        if step.expert not in here:
+            noise = ("high", "low")[step.expert]
+            raise PreconditionError(
+                f"end_step: step {step.step} is one of the {noise}-noise expert, this pool was "
+                f"started with services.dit.expert={config.services.dit.expert}"
+            )
     if start.preview_interval:
         raise PreconditionError("preview_interval: this pool makes no previews")
     return plan

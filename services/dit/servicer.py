@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from chitu_diffusion.config.schema import ModelConfig
+from chitu_diffusion.config.schema import Config
 from chitu_diffusion.errors import InvalidRequestError
 from chitu_diffusion.v1 import dit_pb2, dit_pb2_grpc
 from chitu_diffusion.wire import Payload, TensorReceiver
@@ -23,9 +23,9 @@ from services.dit.rules import check_header
 class DitServicer(dit_pb2_grpc.DitServiceServicer):
     """Plan, Denoise, Release, Forward and GetPool."""
 
-    def __init__(self, pool: Pool, model: ModelConfig) -> None:
+    def __init__(self, pool: Pool, config: Config) -> None:
         self._pool = pool
-        self._model = model
+        self._config, self._model = config, config.models
 
     async def Plan(self, request: dit_pb2.PlanRequest, context: Any) -> dit_pb2.PlanResponse:
         """Lay out the steps."""
@@ -63,7 +63,7 @@ class DitServicer(dit_pb2_grpc.DitServiceServicer):
         self._pool.check()
         start = await _forward_start(requests)
         payloads = await _receive(requests, FORWARD_TENSORS)
-        job = await asyncio.to_thread(parse_forward, start, payloads, self._model)
+        job = await asyncio.to_thread(parse_forward, start, payloads, self._config)
         if job.attn_type:
             self._pool.check_attention(job.attn_type, "attn_type")
         done = await self._pool.forward(job)
@@ -91,7 +91,7 @@ class DitServicer(dit_pb2_grpc.DitServiceServicer):
         async for message in requests:
             if message.WhichOneof("request") != "start":
                 break
-            plan = door.parse_start(message.start, self._model)
+            plan = door.parse_start(message.start, self._config)
             if message.start.params.attn_type:
                 self._pool.check_attention(message.start.params.attn_type, "params.attn_type")
             self._pool.check_group(message.start)

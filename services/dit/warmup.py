@@ -15,6 +15,7 @@ from chitu_diffusion.config.schema import Config
 from chitu_diffusion.errors import DeadlineError
 from chitu_diffusion.v1 import dit_pb2
 from services.dit.denoiser import make_plan
+from services.dit.experts import hosted
 from services.dit.jobs import Order
 from services.dit.parallel import Layout
 from services.dit.replies import layout_message
@@ -75,7 +76,7 @@ def _order(
     config: Config, shape: tuple[int, int, int], layout: Layout, ranks: Sequence[int]
 ) -> Order:
     model = config.models
-    defaults, two = model.request_defaults, model.boundary_ratio is not None
+    two = model.boundary_ratio is not None
     params = dit_pb2.DenoiseParams(
         num_frames=shape[0],
         height=shape[1],
@@ -83,7 +84,7 @@ def _order(
         num_inference_steps=2,  # timesteps 1000 and 500: high noise and low noise
         guidance_scale=2.0,
         flow_shift=1.0,
-        solver=defaults.solver,
+        solver="euler",
     )
     if two:
         params.guidance_scale_high, params.boundary_ratio = 2.0, 0.75
@@ -95,6 +96,14 @@ def _order(
         layout=layout_message(layout),
         ranks=ranks,
     )
+    plan = make_plan(parse_params(params, model))
     rows = torch.zeros((1, model.transformer.text_dim))
     tensors = {"prompt_embeds": rows, "negative_prompt_embeds": rows}
-    return Order(start, make_plan(parse_params(params, model)), tensors)
+    here = hosted(config).values()
+    if 1 not in here and two:
+        start.end_step = 1
+    if 0 not in here:
+        start.first_step, start.source = 1, dit_pb2.LATENT_SOURCE_CHECKPOINT
+        start.solver_state.CopyFrom(dit_pb2.SolverState(solver="euler", step=1, order=1))
+        tensors["latents"] = torch.zeros((1, model.transformer.in_channels, *plan.params.grid))
+    return Order(start, plan, tensors)

@@ -109,7 +109,7 @@ async def test_a_second_family_runs_a_slice(config: Config) -> None:
     pool = LocalPool(config)
     await pool.load()
     opening = start()
-    plan = door.parse_start(opening, config.models)
+    plan = door.parse_start(opening, config)
     rows = torch.ones(2, config.models.transformer.text_dim)
     prompts = {"prompt_embeds": rows, "negative_prompt_embeds": rows}
     denoised = latents(await run(pool, Order(opening, plan, prompts)))
@@ -123,7 +123,7 @@ async def test_a_second_family_runs_a_slice(config: Config) -> None:
 
 def test_sizes_follow_the_family(config: Config) -> None:
     with pytest.raises(InvalidRequestError) as raised:
-        door.parse_start(start(num_frames=6, height=20), config.models)
+        door.parse_start(start(num_frames=6, height=20), config)
     assert [(problem.field, problem.message) for problem in raised.value.violations] == [
         ("params.num_frames", "6: must be 2n + 1, at least 1"),
         ("params.height", "20: must be a multiple of 8, at least 8"),

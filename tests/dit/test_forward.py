@@ -228,7 +228,7 @@ async def test_takes_a_turn_between_slices(make_config: Callable[..., Config], g
                 payloads[name] = payload
     running = asyncio.create_task(run(pool, job("a")))
     await gate.reached(1)
-    forward = asyncio.create_task(pool.forward(parse_forward(start(), payloads, config.models)))
+    forward = asyncio.create_task(pool.forward(parse_forward(start(), payloads, config)))
     await asyncio.sleep(0.1)
     assert not forward.done()
     # No answer waits for the rank's thread.

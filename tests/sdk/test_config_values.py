@@ -81,6 +81,8 @@ def trees(draw):
         tree["infer"]["device"] = "cuda"
     two_experts = draw(st.booleans())
     tree["models"]["boundary_ratio"] = draw(st.floats(0.001, 0.999)) if two_experts else None
+    if not two_experts:
+        tree["services"]["dit"] |= {"expert": "all", "low_noise_address": None}
     defaults = tree["models"]["request_defaults"]
     defaults["guidance_scale_high"] = draw(st.floats(0, 100)) if two_experts else None
     steps = st.integers(1, limits["max_num_inference_steps"])

@@ -31,7 +31,7 @@ from chitu_diffusion.errors import (
 from chitu_diffusion.v1 import component_pb2, dit_pb2, rank_pb2
 from chitu_diffusion.wire import Payload, TensorReceiver, tensor_parts
 from services.common.memory import process_memory
-from services.dit.experts import component_names
+from services.dit.experts import hosted
 from services.dit.intake import FAILED, LOADING, READY, Intake
 from services.dit.jobs import Forward, ForwardDone, Order
 from services.dit.parallel import Layout, auto_layout, configured, offered
@@ -104,6 +104,7 @@ class RankPool:
         self._world_size, self._layout = configured(config.distributed, heads)
         _check_devices(config, self._world_size // config.distributed.nodes)
         self._groups = offered(self._world_size, heads, self._layout)
+        self._hosted = hosted(config)
         self._intake = Intake()
         self._turns = Turns(self._world_size)
         self._times = StepTimes()
@@ -312,7 +313,7 @@ class RankPool:
         self._intake.check()
         asked = time.perf_counter()
         start = dit_pb2.ForwardStart(
-            component=component_names(self._model)[job.expert],
+            component=next(n for n, place in self._hosted.items() if place == job.expert),
             timestep=job.timestep,
             attn_type=job.attn_type,
         )
@@ -344,7 +345,6 @@ class RankPool:
     async def move(self, name: str, target: str) -> component_pb2.Component:
         """Give a transformer another home on all ranks; on all of them or none."""
         self._intake.check()
-        position = component_names(self._model).index(name)
 
         async def move_all(target: str) -> None:
             def messages(number: int, rank: int) -> Iterator[rank_pb2.AttachResponse]:
@@ -359,7 +359,7 @@ class RankPool:
         except OutOfMemoryError:
             await move_all("cpu")
             raise
-        return self.components()[position]
+        return next(part for part in self.components() if part.name == name)
 
     async def _call(
         self,
@@ -539,7 +539,7 @@ class RankPool:
     def components(self) -> list[component_pb2.Component]:
         """Describe the transformers as they are on rank 0; every rank has its own copy."""
         told = list(self._crew.members[0].status.components) if 0 in self._crew.members else []
-        parts = [component_pb2.Component(name=name) for name in component_names(self._model)]
+        parts = [component_pb2.Component(name=name) for name in self._hosted]
         for part, known in zip(parts, told, strict=False):
             part.CopyFrom(known)
         for part in parts:

@@ -35,7 +35,7 @@ from services.common.memory import process_memory
 from services.dit import request as door
 from services.dit.attention import ATTN_TYPES
 from services.dit.denoiser import Checkpoint, make_plan
-from services.dit.experts import component_names
+from services.dit.experts import hosted
 from services.dit.forward import forward_responses, parse_forward
 from services.dit.jobs import Order
 from services.dit.parallel import ALONE, Group, Layout, configured
@@ -169,11 +169,11 @@ class Worker:
                 )
 
     def _forward(self, message: rank_pb2.ForwardJob, job: Job) -> None:
-        done = self._rank.forward(parse_forward(message.start, job.payloads, self._config.models))
+        done = self._rank.forward(parse_forward(message.start, job.payloads, self._config))
         self.link.reply(message.number, forward_responses(done))
 
     def _move(self, message: rank_pb2.MoveJob) -> None:
-        position = component_names(self._config.models).index(message.name)
+        position = hosted(self._config)[message.name]
         try:
             self._rank.experts.settle(position, message.target)
         finally:
