@@ -175,6 +175,10 @@ class InferConfig:
     """Self-attention back end: "auto", "sdpa", "flash_attn", "sage", "sparge"."""
     num_threads: int = within(0, 0, 1024)
     """CPU threads of a model host; 0 = one per core."""
+    compile: str = one_of("off", ("off", "block"))
+    """"block" compiles each block of the transformer with torch.compile, at the warm-up."""
+    compile_cache: str = filled("~/.cache/chitu-diffusion/compile")
+    """Folder of compiled code, which later starts use again."""
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     """How much memory the models may take."""
 

@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import logging
 import math
+import os
 import time
 import zlib
 from collections import OrderedDict
@@ -67,6 +68,10 @@ class Rank:
         self._family = get_family(config.models.type)
         self.device = resolve_device(config.infer.device)
         self.dtype = resolve_dtype(config.infer.dtype, self.device)
+        self._compile = config.infer.compile == "block"
+        if self._compile:
+            cache = Path(config.infer.compile_cache).expanduser()
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
         self._num_threads = config.infer.num_threads
         self.attention = self.select_attention(config.infer.attn_type, "infer.attn_type")
         on_cpu = config.infer.diffusion.low_mem_level >= _ON_CPU_LEVEL
@@ -131,6 +136,8 @@ class Rank:
             device=self.home,
         )
         model.fuse()
+        if self._compile:
+            model.compile_blocks()
         return model.eval()
 
     @property

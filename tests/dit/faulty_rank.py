@@ -42,7 +42,6 @@ def _misbehave(what: str) -> None:
     time.sleep(3600)  # a signal is not always there at once
 
 
-denoiser.guided_velocity = _step
-
 if __name__ == "__main__":
+    denoiser.guided_velocity = _step
     sys.exit(process.main())

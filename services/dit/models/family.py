@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from chitu_diffusion.config.schema import TransformerConfig
+from chitu_diffusion.errors import ConfigError
 
 
 class Constants(Protocol):
@@ -39,6 +40,10 @@ class Transformer(nn.Module, abc.ABC):
 
     def fuse(self) -> None:
         """Rearrange the weights for speed. Their names may change by this."""
+
+    def compile_blocks(self) -> None:
+        """Have torch compile what is repeated; the first forward of a shape does it."""
+        raise ConfigError(f"infer.compile='block': {type(self).__name__} does not offer it")
 
     @abc.abstractmethod
     def prepare(

@@ -229,6 +229,11 @@ class WanTransformer(Transformer):
         for block in self._typed_blocks():
             block.attn1.fuse()
 
+    def compile_blocks(self) -> None:
+        """Compile every block; all of them share their code."""
+        for block in self._typed_blocks():
+            block.compile()
+
     def prepare(
         self, prompt_embeds: torch.Tensor, grid: tuple[int, int, int], timesteps: Sequence[float]
     ) -> Constants:
