@@ -69,8 +69,8 @@ class Rank:
         self.device = resolve_device(config.infer.device)
         self.dtype = resolve_dtype(config.infer.dtype, self.device)
         self._compile = config.infer.compile == "block"
+        cache = Path(config.infer.compile_cache).expanduser()
         if self._compile:
-            cache = Path(config.infer.compile_cache).expanduser()
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
         self._num_threads = config.infer.num_threads
         self.attention = self.select_attention(config.infer.attn_type, "infer.attn_type")

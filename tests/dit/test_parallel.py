@@ -22,6 +22,7 @@ from services.dit.parallel.shared import SharedForward
 from tests.dit.conftest import CPU, SMALL, load_ours, make_embeds, make_params, make_reference
 from tests.dit.ranks import LAYOUTS, OF_SIX_HEADS, World, spread
 from tests.dit.reference import published_latents
+from tests.dit.threads import in_threads
 
 PROMPTS = Prompts(make_embeds(1, 9), make_embeds(2, 4))
 SIX_HEADS = dataclasses.replace(SMALL, num_heads=6, hidden_size=72)
@@ -235,3 +236,18 @@ def test_a_kernel_without_log_sum_exp_cannot_ring() -> None:
 
     with pytest.raises(PreconditionError, match=r"'approximate'.*ring_degree > 1"):
         needs_lse(Approximate())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 35, 64])
+def test_ranks_as_threads(layout: Layout, tokens: int) -> None:
+    """The stand-in that the tests on a single CUDA device share."""
+    generator = torch.Generator().manual_seed(tokens)
+    q, k, v = (torch.randn(1, tokens, 4, 12, generator=generator) for _ in range(3))
+
+    def work(share: SharedForward) -> torch.Tensor:
+        parts = (share.shard(x, 1) for x in (q, k, v))
+        return share.gather(share.attend(Sdpa(), *parts), 1)
+
+    for got in in_threads(layout, tokens, work):
+        torch.testing.assert_close(got, Sdpa()(q, k, v))

@@ -78,14 +78,14 @@ def _open_all(
             opened[key] = Peers(own, members.index(position), len(members), torch.device(kind))
         return opened[key]
 
-    directions = {"told": peers(range(layout.size), "cpu")}
-    for name, members in _directions(layout, position).items():
+    found = {"told": peers(range(layout.size), "cpu")}
+    for name, members in directions(layout, position).items():
         if len(members) > 1:
-            directions[name] = peers(members, str(device))
-    return directions
+            found[name] = peers(members, str(device))
+    return found
 
 
-def _directions(layout: Layout, position: int) -> dict[str, list[int]]:
+def directions(layout: Layout, position: int) -> dict[str, list[int]]:
     """Positions of the members that this rank has in each direction, itself included."""
     place = layout.place(position)
     first = place.cfg_rank * layout.cp_size

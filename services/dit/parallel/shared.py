@@ -68,7 +68,7 @@ class SharedForward:
         parts = self._peers("cp").all_gather(tokens.movedim(dim, 0))
         return parts.flatten(0, 1)[: self._num_tokens].movedim(0, dim)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # no graph can hold a collective
     def attend(
         self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
