@@ -8,9 +8,9 @@ import json
 import platform
 from pathlib import Path
 
-from benchmarks import load, pipeline
+from benchmarks import load, pipeline, pool
 
-CASES = {"load": load.run, "pipeline": pipeline.run}
+CASES = {"load": load.run, "pipeline": pipeline.run, "pool": pool.run}
 RESULTS = Path(__file__).parent / "results"
 
 
